@@ -27,7 +27,7 @@ STEPS, SAVE_EVERY = 12, 2
 _SEQ = 32
 _LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4}
 _TEXT = "all work and no play makes the model a dull one; "
-_RESUMED = re.compile(r"resumed after step (\d+)|nothing left to train: (\d+) steps are done")
+_RESUMED = re.compile(r"resumed after step (\d+)|nothing is left to train: (\d+) steps are done")
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class SyntaxProblem(ValueError):
     def of(self, where: str, language: str) -> str:
         """Return the message for a text in ``language``; ``where`` names it."""
         line = "" if self.line is None else f"line {self.line} of "
-        return f"{line}{where} is no {language}: {self.reason}"
+        return f"{line}{where} is not valid {language}: {self.reason}"
 
 
 class AliasProblem(SyntaxProblem):
@@ -242,8 +242,8 @@ def _require_text(text: str, value: Any) -> None:
     except UnicodeEncodeError:
         for number, line in enumerate(text.split("\n"), 1):
             if _HALF_OF_A_PAIR.search(_without_pairs(line)):
-                raise SyntaxProblem("half of a surrogate pair is no character", number) from None
-        raise SyntaxProblem("half of a surrogate pair is no character") from None
+                raise SyntaxProblem("half of a surrogate pair is not a character", number) from None
+        raise SyntaxProblem("half of a surrogate pair is not a character") from None
 
 
 def _without_pairs(line: str) -> str:

@@ -193,16 +193,20 @@ def _without_one(adapter: Path) -> None:
             {"intermediate_size": 32},
             r"do not fit this base: .* has shape \[.*\], and the base",
         ),
-        (lambda _: None, {"num_hidden_layers": 1}, r"the base has no place for its '.*layers\.1\."),
-        (lambda _: None, {"num_hidden_layers": 3}, "asks for 4 tensors that it has not, such as"),
-        (_without_one, {}, "asks for 1 tensors that it has not"),
+        (lambda _: None, {"num_hidden_layers": 1}, r"the base has no layer for its '.*layers\.1\."),
+        (lambda _: None, {"num_hidden_layers": 3}, "needs 4 tensors that its file lacks, such as"),
+        (_without_one, {}, "needs 1 tensors that its file lacks"),
         (_cut, {}, "cannot read .*adapter_model.safetensors"),
-        (_not_finite, {}, "make values that are not finite"),
-        (lambda path: _edit(path, peft_type="IA3"), {}, "adapters of type 'IA3'; LORA is merged"),
+        (_not_finite, {}, "gives values that are not finite"),
+        (lambda path: _edit(path, peft_type="IA3"), {}, "adapters of type 'IA3'; gemini merges only LORA"),
         (lambda path: _edit(path, init_lora_weights="pissa"), {}, "changes the weights of the base as well"),
-        (lambda path: _edit(path, loftq_config={"x": 1}), {}, "has loftq_config, which is not merged"),
+        (lambda path: _edit(path, loftq_config={"x": 1}), {}, "has loftq_config, which gemini cannot merge"),
         (lambda path: (path / "adapter_config.json").unlink(), {}, "has no adapter_config.json"),
-        (lambda path: (path / "adapter_config.json").write_text("{"), {}, "adapter_config.json is no JSON"),
+        (
+            lambda path: (path / "adapter_config.json").write_text("{"),
+            {},
+            "adapter_config.json is not valid JSON",
+        ),
     ],
 )
 def test_what_cannot_be_merged_is_refused_in_one_line_and_nothing_is_written(
@@ -221,7 +225,7 @@ def test_what_cannot_be_merged_is_refused_in_one_line_and_nothing_is_written(
 def test_an_adapter_that_would_untie_the_base_is_refused(tmp_path: Path) -> None:
     base = llama(tmp_path / "base", tie_word_embeddings=True)
     adapter = adapt(base, tmp_path / "adapter", modules_to_save=["lm_head"])
-    with pytest.raises(ConfigError, match=r"changes 'lm_head\.weight', which the base ties"):
+    with pytest.raises(ConfigError, match=r"changes 'lm_head\.weight', which is tied in the base"):
         merge(base, adapter, tmp_path / "out")
 
 

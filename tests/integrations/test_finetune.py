@@ -197,11 +197,11 @@ def test_a_run_resumes_from_a_copy_of_its_model_and_not_from_other_weights(
 def test_a_model_that_no_run_has_made_is_never_replaced(config: FineTuneConfig, tmp_path: Path) -> None:
     first = files_of(run(config))
     own = Path(config.output, "model")
-    with pytest.raises(ConfigError, match="is what the run starts from"):
+    with pytest.raises(ConfigError, match="is the model that the run starts from"):
         run(config, model=str(own), overwrite=True)
     (tmp_path / "users").mkdir()
     own.rename(tmp_path / "users" / "model")
-    with pytest.raises(ConfigError, match="no run has made it"):
+    with pytest.raises(ConfigError, match="was not written by a run"):
         run(config, output=str(tmp_path / "users"))
     assert {file.name: file.read_bytes() for file in (tmp_path / "users" / "model").iterdir()} == first
 
@@ -249,7 +249,7 @@ def test_records_are_shown_as_they_are_learned_and_nothing_is_trained(
     Path(config.data).write_text(json.dumps({"prompt": "a b", "completion": "cd"}) + "\n" + "no JSON")
     assert main(["finetune", "--model", config.model, "--data", config.data, "--show", "1"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == f"line 1 of {config.data}: prompt-completion, 6 tokens, 3 of them learned"
+    assert shown[0] == f"line 1 of {config.data}: prompt-completion, 6 tokens, 3 of them in the loss"
     assert [line.split(None, 2)[2] for line in shown[2:-1]] == [
         "-     'a'", "-     ' '", "-     'b'", "yes   'c'", "yes   'd'", "yes   '<end>'",
     ]  # fmt: skip
@@ -329,13 +329,13 @@ def of_more_tokens(config: FineTuneConfig) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (without_tokenizer, "has no tokenizer; copy tokenizer.json .* by --tokenizer"),
-        (lambda _: {"seq": 65}, "--seq 65 is over the 64 positions .* give --seq 64 or less"),
+        (without_tokenizer, "has no tokenizer; copy tokenizer.json .* with --tokenizer"),
+        (lambda _: {"seq": 65}, "--seq 65 is above the 64 positions .* give --seq 64 or less"),
         (empty, "--data has 0 tokens.* give more data"),
         (lambda _: {"model": "nowhere"}, "--model nowhere has no config.json.*\\(hf download"),
-        (of_another_kind, "a 'vit', which transformers has no AutoModelForCausalLM for"),
-        (of_more_tokens, "line 1 of .* has token 96, .* has embeddings for 96"),
-        (lambda _: {"eval_share": 0.99}, "leaves none to learn from"),
+        (of_another_kind, "a 'vit', for which transformers has no AutoModelForCausalLM"),
+        (of_more_tokens, "line 1 of .* has token 96, .* has only 96 embeddings"),
+        (lambda _: {"eval_share": 0.99}, "leaves none to train on"),
         (lambda _: {"device_bytes": 1024}, "raise device_bytes to at least"),
         (lambda _: {"lora": 2, "lora_targets": "nothing"}, "--lora-targets nothing: .* or all-linear"),
         (
@@ -391,7 +391,7 @@ def test_the_recipe_of_a_quantized_base_runs_and_exports_adapters(
     said = [line for line in shown.splitlines() if line.startswith("plan: ")]
     assert re.match("plan: the run fits: .* of model data", said[0])
     assert re.match(r"plan: model data peaks at DEVICE .* per step, .* tokens/s, bound by", said[1])
-    assert "on a base in nf4" in shown
+    assert "on a base model in nf4" in shown
     assert (Path(config.output) / "model" / "adapter_model.safetensors").is_file()
 
 
@@ -401,9 +401,9 @@ def test_the_recipe_of_a_quantized_base_runs_and_exports_adapters(
         ({"device_bytes": 1024}, "raise device_bytes to at least"),
         ({"lora": 2, "lora_targets": "v_proj,q_prooj"}, r"--lora-targets q_prooj: .*did you mean q_proj"),
         ({"eval_data": "nowhere"}, "--eval-data nowhere"),
-        ({"seq": 65}, "--seq 65 is over the 64 positions"),
+        ({"seq": 65}, "--seq 65 is above the 64 positions"),
         ({"resume": "yes", "lr": 0.5}, r"has lr = 0\.01; this one lr = 0\.5"),
-        ({"resume": "yes", "steps": 1}, "is at step 2, past --steps 1; give more --steps"),
+        ({"resume": "yes", "steps": 1}, "is at step 2, past --steps 1; raise --steps"),
     ],
 )
 def test_what_shows_without_data_is_refused_before_data_is_read(

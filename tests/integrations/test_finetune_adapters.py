@@ -86,10 +86,10 @@ def test_adapters_on_arrays_of_experts_train_as_peft_trains_them(
 
 def test_adapters_on_arrays_of_experts_are_exported_merged(config: FineTuneConfig, tmp_path: Path) -> None:
     config = dataclasses.replace(mixture(config), precision="fp32", steps=2)
-    with pytest.raises(ConfigError, match=r"--lora-dropout: .*: arrays of experts have none"):
+    with pytest.raises(ConfigError, match=r"--lora-dropout: .*: expert arrays do not support dropout"):
         run(config, lora_target_parameters="", lora_dropout=0.1)
     task = FineTuneTask(config, Path("unused"), resume=False, scratch=None)
-    assert "scaled by 2 (alpha 8), on arrays of experts, too; learning rate" in task.describe()[0]
+    assert "scaled by 2 (alpha 8), on expert arrays, too; learning rate" in task.describe()[0]
     (line,) = forecast_lines(config, 24)
     assert line.startswith("plan: not available for adapters on expert arrays")
     alone = run(config)
@@ -138,7 +138,7 @@ def test_what_is_quantized_already_trains_adapters_alone_and_is_not_quantized_ag
     Path(config.model, "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"--quantize nf4 .* are quantized; leave --quantize out"):
         run(config, lora=4, quantize="nf4")
-    with pytest.raises(ConfigError, match=r"are quantized and do not train; add --lora 16"):
+    with pytest.raises(ConfigError, match=r"are quantized and cannot be trained; add --lora 16"):
         run(config)
     assert not Path(config.output).exists(), "refused before anything is read"
 

@@ -65,12 +65,12 @@ TEMPLATES = {
     "{% if loop.last and m['role'] == 'assistant' %}<think>\n\n<think>\n\n{% endif %}"
     "{{ m['content'] }}<|end|>{% endfor %}" + ASKED + "{% endif %}",
     "a thought that is asked for": EACH + ASKED + "<think>\n{% endif %}",
-    "the plain one": PLAIN_TEMPLATE,
+    "a plain one": PLAIN_TEMPLATE,
 }  # fmt: skip
 WANTED = {
     "an end of all": ["Fine.<|end|>", "Fine.<|end|><|endoftext|>"],
     "a thought of the last": ["Fine.<|end|>", "<think>\n\n<think>\n\nFine.<|end|>"],
-    "the plain one": ["Fine.<|endoftext|>", "Fine.<|endoftext|>"],
+    "a plain one": ["Fine.<|endoftext|>", "Fine.<|endoftext|>"],
 }
 
 
@@ -118,9 +118,9 @@ NINES = "{{% for {} in range(99999) %}}"
         (PLAIN_TEMPLATE, CHAT[:1], "line 7 of d.jsonl has no answer .* none of assistant"),
         (PLAIN_TEMPLATE, [CHAT[0], {"role": "assistant", "content": " "}], "its answers are empty"),
         ("{% for m in messages %}{{ m['role'] }}{% endfor %}", CHAT, "line 7 of d.jsonl: .* --loss-on all"),
-        ("{{ messages[-1]['content'] }}", OTHER, "line 7 of d.jsonl: .* leaves out or rewrites message 2"),
-        (MARKS + ".{% endfor %}", CHAT, "line 7 of d.jsonl has no token to learn"),
-        (NINES.format("a") + NINES.format("b") + "{% endfor %}" * 2, CHAT, "takes more than 0.1 s for line"),
+        ("{{ messages[-1]['content'] }}", OTHER, "line 7 of d.jsonl: .* drops or rewrites message 2"),
+        (MARKS + ".{% endfor %}", CHAT, "line 7 of d.jsonl has [0-9]+ tokens, none of them in the loss"),
+        (NINES.format("a") + NINES.format("b") + "{% endfor %}" * 2, CHAT, "ran for more than 0.1 s on line"),
     ],
 )  # fmt: skip
 def test_conversations_that_cannot_be_learned_are_refused_by_line(

@@ -46,7 +46,7 @@ def test_the_loss_on_held_out_records_is_that_of_the_exported_model(config: Fine
     assert any(line.startswith("data: held out: 4 texts (text), held-out.jsonl;") for line in task.describe())
     card = Path(config.output, "model", "README.md").read_text()
     assert "| held out | held-out.jsonl |" in card
-    assert f"| last loss on what is held out | {result.summary.eval_loss:.4f} |" in card
+    assert f"| last held-out loss | {result.summary.eval_loss:.4f} |" in card
 
 
 @pytest.mark.dear("a whole run, a shorter one, and one that is stopped and resumed")
@@ -111,7 +111,7 @@ def test_best_weights_of_a_checkpoint_stay_until_the_next_one_is_whole(tmp_path:
     ],
 )
 def test_what_no_run_has_written_of_the_best_weights_is_refused(state: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="of the best weights, which no run has written"):
+    with pytest.raises(CheckpointError, match="for the best weights"):
         BestWeights(tmp_path).restore(state)
 
 
@@ -119,7 +119,7 @@ def test_held_out_records_that_are_learned_or_missing_are_refused(
     config: FineTuneConfig, tmp_path: Path
 ) -> None:
     (tmp_path / "link.jsonl").symlink_to(config.data)
-    with pytest.raises(ConfigError, match=r"--eval-data .*link\.jsonl is in --data, too"):
+    with pytest.raises(ConfigError, match=r"--eval-data .*link\.jsonl is also in --data"):
         run(config, eval_data=str(tmp_path / "link.jsonl"))
     with pytest.raises(gemini.errors.InputError, match="--eval-data nowhere does not exist"):
         run(config, eval_data="nowhere")
@@ -142,10 +142,10 @@ def test_other_held_out_records_are_another_run_and_its_weights_are_kept_from_fo
     run(config)
     with pytest.raises(ConfigError, match=r"has eval_share = 0\.0; this one eval_share = 0\.1"):
         run(config, eval_data=None, eval_share=0.1, resume="yes")
-    with pytest.raises(ConfigError, match="best is what the run starts from"):
+    with pytest.raises(ConfigError, match="best is the model that the run starts from"):
         run(config, model=str(next(Path(config.output, "best").iterdir())), overwrite=True)
     (tmp_path / "mine" / "best").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="best is there, and no run has made it"):
+    with pytest.raises(ConfigError, match="best exists and was not written by a run"):
         run(config, output=str(tmp_path / "mine"))
     run(config, overwrite=True, keep_best=False)
     assert not Path(config.output, "best").exists()

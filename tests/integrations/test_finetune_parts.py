@@ -160,12 +160,12 @@ def test_ranks_with_parts_train_as_one_process_does(config: FineTuneConfig, tmp_
 
 def test_options_that_do_not_go_with_parts_are_refused_by_name(config: FineTuneConfig) -> None:
     for changes, said in (
-        ({"tp": 2, "nproc": 3}, "--tp 2 are 2 ranks for a copy of the model, and there are 3"),
+        ({"tp": 2, "nproc": 3}, "--tp 2 need 2 ranks for one copy of the model, but there are 3"),
         ({"tp": 2, "lora": 4, "quantize": "nf4"}, "--quantize nf4 does not go with --tp"),
         ({"pp": 2, "objective": "dpo"}, "--objective dpo does not go with --pp"),
         ({"tp": 2, "sp": 2, "lora": 4, "dora": True}, "--dora does not go with --tp, --sp"),
         ({"pp": 2, "lora": 4, "lora_target_parameters": "mlp.experts.down_proj"}, "are not cut"),
-        ({"tp": 2, "nproc": 6, "accumulate": 4}, "3 ranks share the rows of a step"),
+        ({"tp": 2, "nproc": 6, "accumulate": 4}, "3 ranks divide the rows of a step"),
     ):
         with pytest.raises(ConfigError, match=said):
             dataclasses.replace(config, **{"eval_every": 0, "keep_best": False, **changes})

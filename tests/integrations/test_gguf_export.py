@@ -293,8 +293,8 @@ def test_a_rule_without_a_name_and_rows_without_blocks_are_said(
     source = save(tmp_path / "base", transformers.LlamaForCausalLM(config), byte_level(rule))
     assert main(["export", str(source), str(tmp_path / "m.gguf"), "--type", "q8_0"]) == 0
     shown = capsys.readouterr().out
-    assert "note: the tokenizer splits texts by a rule that has no known name in GGUF" in shown
-    assert "note: 2 matrices have rows that are no multiple of 32 and stay f16" in shown
+    assert "note: the tokenizer splits texts by a rule without a known name in GGUF" in shown
+    assert "note: 2 matrices stay f16, because their row length is not a multiple of 32" in shown
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16])
@@ -357,13 +357,13 @@ NORM, LAST = "model.norm.weight", "lm_head.weight"
         (
             lambda path: _config(path, hidden_act="gelu"),
             "f16",
-            "has the activation 'gelu', which GGUF has not",
+            "has the activation 'gelu', which GGUF does not support",
         ),
         (lambda path: _config(path, rope_parameters={"rope_type": "yarn"}), "f16", "has rope of type 'yarn'"),
-        (lambda path: _config(path, vocab_size=310), "f16", "and config.json says a vocab_size of 310"),
+        (lambda path: _config(path, vocab_size=310), "f16", "but config.json has vocab_size 310"),
         (lambda path: _config(path, head_dim=32), "f16", "and config.json says [24] heads of 32"),
         (lambda path: _config(path, num_hidden_layers=3), "f16", r"lacks 9 tensors .* as 'blk\.2\."),
-        (lambda path: _config(path, num_hidden_layers=1), "f16", r"has 'model\.layers\.1\..* no name for in"),
+        (lambda path: _config(path, num_hidden_layers=1), "f16", r"has 'model\.layers\.1\..* no name in"),
         (lambda path: _config(path, quantization_config={"a": 1}), "f16", "has quantized weights"),
         (lambda path: _config(path, num_attention_heads="x"), "f16", "num_attention_heads is 'x', no size"),
         (
@@ -373,13 +373,13 @@ NORM, LAST = "model.norm.weight", "lm_head.weight"
         ),
         (lambda path: _change(path, NORM, None), "bf16", "does not hold"),
         (lambda path: (path / "tokenizer.json").unlink(), "f16", "has no tokenizer.json; load its tokenizer"),
-        (lambda path: _tokenizer(path, type="Unigram"), "f16", "of type 'Unigram'; BPE is exported"),
-        (lambda path: _tokenizer(path, merges=[]), "f16", "has no merges, and GGUF has no tokenizer without"),
+        (lambda path: _tokenizer(path, type="Unigram"), "f16", "of type 'Unigram'; gemini exports only BPE"),
+        (lambda path: _tokenizer(path, merges=[]), "f16", "has no merges, which every GGUF tokenizer needs"),
         (lambda path: _tokenizer(path, merges=["a b c"]), "f16", "has a merge 'a b c', which is no pair"),
         (
             lambda path: _tokenizer(path, vocab={"a": 320}),
             "f16",
-            "has token 320, and the model has embeddings for",
+            "has token 320, but the model has only",
         ),
     ],
 )
@@ -421,7 +421,7 @@ def test_what_is_missing_or_there_is_said(
 def test_biases_that_llama_cpp_does_not_take_are_refused(tmp_path: Path) -> None:
     config = transformers.Qwen3Config(vocab_size=300, attention_bias=True, **SIZES)
     source = save(tmp_path / "base", transformers.Qwen3ForCausalLM(config))
-    with pytest.raises(ConfigError, match=r"_proj\.bias', which GGUF has no name for in 'qwen3'"):
+    with pytest.raises(ConfigError, match=r"_proj\.bias', for which GGUF has no name in 'qwen3'"):
         export_gguf(source, tmp_path / "model.gguf", "f16")
 
 
@@ -441,10 +441,10 @@ EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
         (lambda path: _config(path, moe_intermediate_size=16), "experts of width 16 in a model of width 64"),
         (lambda path: _rename(path, EXPERT, None), r"has 3 of 4 experts in 'blk\.1\.ffn_down_exps"),
         (lambda path: _rename(path, EXPERT, EXPERT.replace("3", "02")), "experts with one such matrix each"),
-        (lambda path: _rename(path, EXPERT, EXPERT.replace(".3", "")), "has no name for in 'qwen3moe'"),
+        (lambda path: _rename(path, EXPERT, EXPERT.replace(".3", "")), "has no name in 'qwen3moe'"),
         (
             lambda path: _rename(path, EXPERT, EXPERT.replace("experts.3.", "")),
-            "has no name for in 'qwen3moe'",
+            "has no name in 'qwen3moe'",
         ),
         (lambda path: _without_experts(path), r"lacks 3 tensors .* as 'blk\.0\.ffn_down_exps"),
     ],

@@ -122,7 +122,7 @@ def test_a_run_by_a_plan_is_the_run_with_its_options(base: Path, capsys: pytest.
     given = json.loads(capsys.readouterr().out)
     assert planned["last_loss"] == given["last_loss"]
     assert planned["budget_bytes"] == given["budget_bytes"]
-    assert any("the plan predicted 1.5 s a step and 8.0 MiB on DEVICE" in note for note in planned["notes"])
+    assert any("the plan predicted 1.5 s per step and 8.0 MiB on DEVICE" in note for note in planned["notes"])
     models = [transformers.LlamaForCausalLM.from_pretrained(each["model"]) for each in (planned, given)]
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
@@ -176,9 +176,9 @@ def test_a_plan_that_was_searched_for_is_of_the_model_that_is_trained(
         (
             {"layout": Layout(dp=2), "zero_stage": 1},
             ["--device-bytes", "1MiB"],
-            "--device-bytes is for chunks, and the plan",
+            "--device-bytes needs chunks, but the plan",
         ),
-        ({"dtype": "fp16"}, [], "says fp16; --precision is one of fp32, bf16"),
+        ({"dtype": "fp16"}, [], "has dtype fp16, but gemini finetune supports only fp32, bf16"),
         ({"model": "0"}, [], "fingerprint"),
     ],
     ids=range(8),

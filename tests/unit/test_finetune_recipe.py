@@ -83,7 +83,7 @@ def test_recipes_that_ship_are_complete_but_for_paths(path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("learning_rat = 1", "'learning_rat', which is no option"),
+        ("learning_rat = 1", "'learning_rat', which is not an option"),
         ("bach = 1", "did you mean 'batch'"),
         ("devicebytes = 1", "did you mean 'device_bytes'"),
         ("xyzzy = 1", "there are model, data"),
@@ -102,7 +102,7 @@ def test_recipes_that_mean_nothing_are_refused_by_key(text: str, message: str, t
 
 def test_options_take_back_what_a_recipe_says_of_adapters(tmp_path: Path) -> None:
     path = recipe(tmp_path, "lora = 4\nlora_dropout = 0.1\n")
-    with pytest.raises(ConfigError, match="--lora-dropout is for adapters"):
+    with pytest.raises(ConfigError, match="--lora-dropout is an option of adapters"):
         finetune.config_from(parse(str(path), *NEEDED, "--lora", "0"))
     taken_back = ["--lora", "0", "--lora-dropout", "0"]
     assert finetune.config_from(parse(str(path), *NEEDED, *taken_back)) == finetune.config_from(
@@ -111,7 +111,7 @@ def test_options_take_back_what_a_recipe_says_of_adapters(tmp_path: Path) -> Non
 
 
 def test_a_recipe_that_is_not_there_or_no_recipe_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no recipe .*none\.toml; name a \.toml or"):
+    with pytest.raises(ConfigError, match=r"the recipe .*none\.toml does not exist; name a \.toml or"):
         read_recipe(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="cannot read the recipe"):
         read_recipe(tmp_path)
@@ -128,15 +128,18 @@ def test_a_recipe_that_is_not_there_or_no_recipe_is_refused(tmp_path: Path) -> N
         ([*NEEDED, "--lr", "nan"], "--lr is nan"),
         ([*NEEDED, "--warmup", "1"], "--warmup is 1"),
         ([*NEEDED, "--merge"], "--merge .* give --lora RANK"),
-        ([*NEEDED, "--dora"], "--dora is a kind of adapters; give --lora RANK"),
-        ([*NEEDED, "--rslora"], "--rslora is a kind of adapters; give --lora RANK"),
+        ([*NEEDED, "--dora"], "--dora is a variant of LoRA; give --lora RANK"),
+        ([*NEEDED, "--rslora"], "--rslora is a variant of LoRA; give --lora RANK"),
         ([*NEEDED, "--lora", "4", "--lora-alpha", "0"], "--lora-alpha is 0"),
-        ([*NEEDED, "--lora-alpha", "8"], "--lora-alpha is for adapters.* give --lora RANK"),
-        ([*NEEDED, "--lora-dropout", "0.1"], "--lora-dropout is for adapters"),
-        ([*NEEDED, "--lora-targets", "q_proj"], "--lora-targets is for adapters"),
-        ([*NEEDED, "--lora-targets", "all-linear"], "--lora-targets is for adapters"),
-        ([*NEEDED, "--lora-target-parameters", "experts.up"], "--lora-target-parameters is for adapters"),
-        ([*NEEDED, "--lora", "4", "--lora-targets", "none"], "none leaves adapters nothing to be on"),
+        ([*NEEDED, "--lora-alpha", "8"], "--lora-alpha is an option of adapters.* give --lora RANK"),
+        ([*NEEDED, "--lora-dropout", "0.1"], "--lora-dropout is an option of adapters"),
+        ([*NEEDED, "--lora-targets", "q_proj"], "--lora-targets is an option of adapters"),
+        ([*NEEDED, "--lora-targets", "all-linear"], "--lora-targets is an option of adapters"),
+        (
+            [*NEEDED, "--lora-target-parameters", "experts.up"],
+            "--lora-target-parameters is an option of adapters",
+        ),
+        ([*NEEDED, "--lora", "4", "--lora-targets", "none"], "none leaves no layer for adapters"),
         (
             [*NEEDED, "--lora", "4", "--lora-target-parameters", "experts.up", "--dora"],
             "--dora does not go with --lora-target-parameters",
@@ -146,10 +149,10 @@ def test_a_recipe_that_is_not_there_or_no_recipe_is_refused(tmp_path: Path) -> N
         ([*NEEDED, "--lora", "4", "--quantize", "nf4", "--merge"], "--quantize nf4 and --merge"),
         ([*NEEDED, "--lora", "4", "--quantize", "int8", "--dora"], "--quantize int8 and --dora .* nf4"),
         ([*NEEDED, "--eval-every", "3"], "add --eval-share"),
-        ([*NEEDED, "--keep-best"], "--keep-best needs something held out"),
-        ([*NEEDED, "--eval-data", "e", "--eval-share", "0.1"], "--eval-data names .* give one of them"),
+        ([*NEEDED, "--keep-best"], "--keep-best needs held-out records"),
+        ([*NEEDED, "--eval-data", "e", "--eval-share", "0.1"], "--eval-data and .* give one of them"),
         ([*NEEDED, "--resume", "auto", "--overwrite"], "give one of them"),
-        ([*NEEDED, "--no-packing", "--documents", "cut"], "--no-packing gives each a row"),
+        ([*NEEDED, "--no-packing", "--documents", "cut"], "--no-packing gives each its own row"),
         ([*NEEDED, "--data-keys", "question"], "has 'question'; write NAME=KEY"),
         ([*NEEDED, "--data-keys", "promt=q"], r"did you mean prompt\?.* NAME is one of text, prompt"),
         ([*NEEDED, "--data-keys", "q=prompt"], r"did you mean prompt=q\?"),
@@ -157,7 +160,7 @@ def test_a_recipe_that_is_not_there_or_no_recipe_is_refused(tmp_path: Path) -> N
         ([*NEEDED, "--activations", "plan"], "needs a tier below DEVICE"),
         (
             [*NEEDED, "--activations", "plan", "--host-bytes", "1GiB", "--device", "cuda"],
-            "plan is for the CPU in this release",
+            "plan supports only the CPU",
         ),
     ],
 )

@@ -53,7 +53,7 @@ def test_a_record_is_of_the_kind_that_its_keys_say(kind: str, tmp_path: Path) ->
     assert read(tmp_path, data_format=kind) == [document]
     others = {*RECORDS} - {kind}
     for other in others:
-        with pytest.raises(ConfigError, match=f"line 1 of .* is no record of --data-format {other}"):
+        with pytest.raises(ConfigError, match=f"line 1 of .* is not a record of --data-format {other}"):
             read(tmp_path, data_format=other)
 
 
@@ -88,18 +88,18 @@ def test_speakers_instructions_and_columns_become_messages(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2 of .* is no JSON"),
-        ("[]", "is no JSON object"),
-        ('"text"', "is no JSON object"),
+        ("{", "line 2 of .* is not valid JSON"),
+        ("[]", "is not a JSON object"),
+        ('"text"', "is not a JSON object"),
         ('{"prompt": "a", "answer": "b"}', "prompts with answers .*--data-keys completion=answer"),
         ('{"question": "a", "answer": "b"}', "--data-keys prompt=question,completion=answer"),
-        ('{"left": "a", "right": "b"}', "of no kind that is known: it has 'left', 'right'"),
+        ('{"left": "a", "right": "b"}', "not a known kind of record: it has 'left', 'right'"),
         ('{"data": [{"text": "a"}]}', r"may be the list under 'data': jq -c '\.data\[\]'"),
         ('{"input_ids": [1]}', "tokens already"),
         ('{"text": "a", "messages": [{}]}', "kinds, text and messages; .* --data-format messages"),
         ('{"messages": []}', "line 2 of .* has no messages"),
         ('{"conversations": []}', "line 2 of .* has no messages"),
-        ('{"messages": [{"role": "user"}]}', "each needs a role and a content"),
+        ('{"messages": [{"role": "user"}]}', "each message needs a role and a content"),
         ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "a part of type 'image'"),
         ('{"messages": ["hello"]}', "line 2 of .* the message 'hello'"),
         ('{"conversations": [{"from": "narrator", "value": "a"}]}', "speaker 'narrator'; known are human"),
@@ -108,7 +108,7 @@ def test_speakers_instructions_and_columns_become_messages(tmp_path: Path) -> No
         ('{"prompt": "a", "completion": 3}', "both text, or both lists"),
         ('{"prompt": "a", "chosen": "b", "rejected": "c"}', "line 2 of .* preference .*completion=chosen"),
         ('{"chosen": [], "rejected": []}', "line 2 of .* preference pair .*messages=chosen"),
-        ('{"prompt": "a", "completion": "b", "label": true}', "line 2 of .* as KTO learns from"),
+        ('{"prompt": "a", "completion": "b", "label": true}', "line 2 of .* for KTO, which"),
         ('{"text": "a\\ud800b"}', "line 2 of .* half of a surrogate pair"),
     ],
 )  # fmt: skip
@@ -161,13 +161,13 @@ def test_lines_of_records_are_those_that_they_begin_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("d.json", '[\n{"text": "a"},\n{"text" "b"}]', "line 3 of .* is no JSON"),
+        ("d.json", '[\n{"text": "a"},\n{"text" "b"}]', "line 3 of .* is not valid JSON"),
         ("d.json", '[{"text": "a"}\n', "line 2 of .* the list does not end"),
         ("d.json", '[{"text": "a"}]\n{}', "line 2 of .* something follows the list"),
         ("d.json", '[{"text": "a"}\n{"text": "b"}]', "line 2 of .* expecting ','"),
         ("d.json", '{"text": "a"}\n{"text": "a\\ud800b"}', "line 2 of .* half of a surrogate pair"),
         ("d.csv", "text,note\na,b\nc\n", "line 3 of .* has 1 values, and the first line names 2 columns"),
-        ("d.csv", 'text\na\n"b" c\n', "line 3 of .* is no CSV"),
+        ("d.csv", 'text\na\n"b" c\n', "line 3 of .* is not valid CSV"),
         ("d.txt", '{"text": "a"}\n{"text": "b"}', "seems to hold JSON records .*--data-format text"),
         ("d", '[{"messages": []}]', "seems to hold JSON records"),
         ("d.parquet", "PAR1, then text", "cannot read --data .*d.parquet"),
@@ -203,7 +203,7 @@ def test_a_directory_is_read_with_all_below_it_but_what_describes_the_data(tmp_p
     (tmp_path / "a.jsonl").unlink()
     assert [document.text for document in Documents(find_data(str(tmp_path)))] == ["about", "second"]
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"binary\.txt is no text in UTF-8"):
+    with pytest.raises(ConfigError, match=r"binary\.txt is not UTF-8 text"):
         read(tmp_path)
     with pytest.raises(ConfigError, match="does not exist"):
         find_data(str(tmp_path / "none"))

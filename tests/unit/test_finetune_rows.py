@@ -135,7 +135,7 @@ def test_too_little_data_is_refused_with_its_number_of_tokens(layout: str) -> No
 def test_answers_beyond_the_row_are_said_to_be_that() -> None:
     late = document([1, 2, 3, 4, 5, 6], [False] * 5 + [True], kind="messages")
     with pytest.raises(
-        ConfigError, match="no answer begins within the 4 tokens of a row; give a longer --seq"
+        ConfigError, match="no answer starts within the 4 tokens of a row; give a longer --seq"
     ):
         Samples([late], seq=4, layout="auto", pad=0, directory=None)
 

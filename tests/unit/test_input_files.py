@@ -20,7 +20,7 @@ from gemini.system.parsing import MAX_DEPTH, SyntaxProblem, parse_record, parse_
 
 DEEP = "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1)
 WRONG = [
-    ("a.json", "{\n\n  x", 3, "is no JSON: Expecting property name"),
+    ("a.json", "{\n\n  x", 3, "is not valid JSON: Expecting property name"),
     ("a.json", f'{{"a":\n{DEEP}}}', 2, "nested too deeply"),
     ("a.json", "[" * 100_000, 1, "nested too deeply"),
     ("a.json", '["[[[",\n' + "[" * 2000, 2, "nested too deeply"),
@@ -241,7 +241,7 @@ def test_an_index_beside_a_whole_file_may_lack_its_shards(tmp_path: Path) -> Non
     [
         ('{"megatron_config": {"a": 1}, "megatron_core": "os"}', "whose module PEFT would run"),
         ('{"base_model_name_or_path": ["a"]}', "no name"),
-        ("{", "is no JSON"),
+        ("{", "is not valid JSON"),
     ],
 )
 def test_adapters_that_would_run_code_are_refused(text: str, reason: str, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_a_card_has_the_recipe_and_the_losses_and_no_path(run: Path) -> None:
     )
     assert rows["trained"] == "LoRA adapters: rank 8, alpha 16"
     assert (rows["steps"], rows["loss, first and last step"]) == ("2", "3.5000, 2.5000")
-    assert rows["last loss on what is held out"] == "2.7500"
+    assert rows["last held-out loss"] == "2.7500"
     assert "weight decay" not in rows, "it is not recorded"
     assert "/home/me" not in card
     assert card.startswith('---\nbase_model: "llama"\nlibrary_name: "peft"\n')

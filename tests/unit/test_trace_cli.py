@@ -164,7 +164,7 @@ def test_each_step_says_whether_it_was_recorded(text: str) -> None:
     config, display = TrainConfig(data=text, layers=1, hidden=32, heads=2, seq=32, steps=3), Noting()
     assert record_training(config, warmup=1, display=display, keep=lambda _recorder: None) == 0
     said = [note.rpartition("  ")[2] for note in display.notes if note.startswith("step ")]
-    assert said == ["not recorded: warmup", "recorded", "recorded"]
+    assert said == ["warmup, not recorded", "recorded", "recorded"]
 
 
 def test_ctrl_c_before_the_recording_writes_nothing_and_says_so(text: str) -> None:

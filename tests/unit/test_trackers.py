@@ -205,7 +205,9 @@ def test_a_tracker_that_fails_is_left_out_with_one_warning(config: TrainConfig, 
     result = run(config, report_to="wandb")
     assert result.summary.last_step == config.steps
     (note,) = (note for note in result.summary.notes if "wandb" in note)
-    assert note.startswith("--report-to wandb: Network error (ConnectionError); training goes on without it")
+    assert note.startswith(
+        "--report-to wandb: Network error (ConnectionError); training continues without it"
+    )
     assert [step for step, _ in wandb.logged] == [1]
 
 

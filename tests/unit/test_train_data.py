@@ -34,7 +34,7 @@ def test_any_range_across_files_reads_as_one_text(folder: Path) -> None:
     for start in range(0, corpus.nbytes, 7):
         for nbytes in (0, 1, corpus.nbytes - start):
             assert corpus.read(start, nbytes) == whole[start : start + nbytes]
-    with pytest.raises(ConfigError, match="outside a corpus of 105"):
+    with pytest.raises(ConfigError, match="outside the corpus of 105"):
         corpus.read(100, 6)
 
 

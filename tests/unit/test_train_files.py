@@ -173,7 +173,7 @@ def test_metrics_that_are_no_file_are_named_before_anything_is_loaded(config: Tr
     metrics = Path(str(config.checkpoint), "metrics.jsonl")
     metrics.unlink()
     make(metrics)
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl is no regular file; remove it"):
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl is not a regular file; remove it"):
         run(config, RefusesToLoad, resume="yes")
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl is no regular file"):
         RunDirectory(metrics.parent, fake_is_complete).read_metrics(2)

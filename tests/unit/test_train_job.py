@@ -220,7 +220,9 @@ def test_a_device_too_small_to_verify_on_costs_no_training(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
 
     monkeypatch.setattr(job, "PlainEngine", full)
-    with pytest.raises(ConfigError, match="--verify trains unmanaged, for which cpu has too little memory"):
+    with pytest.raises(
+        ConfigError, match="--verify trains unmanaged, and cpu has too little memory for that"
+    ):
         run(config, verify=True)
     directory = Path(str(config.checkpoint))
     assert fake_is_complete(directory / "checkpoint")
@@ -241,7 +243,7 @@ def test_a_stopped_run_that_was_to_be_verified_says_how_to_do_so(
     if not has_directory:
         assert note.endswith("; run the same command again")
         return
-    command = re.search(r"gemini train (.*) goes on and compares", note)
+    command = re.search(r"gemini train (.*) continues and compares", note)
     assert command is not None
     assert shlex.split(command[1]) == ["--checkpoint", config.checkpoint, "--resume", "--verify"]
     verdict = run(config, resume="yes", verify=True).summary.verify
@@ -334,7 +336,7 @@ def test_a_run_with_nothing_left_to_train_says_so_and_has_no_speed(config: Train
     assert "tokens/s" in trained
     assert "nothing left" not in trained
     again = text_of_summary(run(config, resume="yes").summary)
-    assert re.search(r"steps .* nothing left to train: 6 steps are done", again)
+    assert re.search(r"steps .* nothing is left to train: 6 steps are done", again)
     for row in ("tokens/s", "stalled", "peak"):
         assert row not in again
     assert "loss, first to last" in again
@@ -360,7 +362,7 @@ def test_a_run_with_more_steps_follows_their_schedule_from_the_next_step_on(conf
     run(config)
     longer = run(config, resume="yes", steps=9)
     assert [record["lr"] for record in metrics(config)][6:] == rates[6:]
-    said = [note for note in longer.summary.notes if "had 6 steps and has 9 now" in note]
+    said = [note for note in longer.summary.notes if "changed from 6 to 9" in note]
     assert len(said) == 1
     assert said[0].endswith(f"the next step has {rates[6]:.3g} instead of {config.lr / 10:.3g}")
 
@@ -384,10 +386,10 @@ def test_a_run_of_two_kinds_of_devices_goes_on_and_is_not_verified(
     for module in ("job", "engine"):
         monkeypatch.setattr(f"gemini.jobs.gpt.{module}.resolve_device", lambda _device: torch.device("cpu"))
     run(config, stopping_at(3))
-    with pytest.raises(ConfigError, match="it went from cpu to cuda, and"):
+    with pytest.raises(ConfigError, match="it moved from cpu to cuda, and"):
         run(config, resume="yes", device="cuda", verify=True)
     assert run(config, resume="yes", device="cuda:1").summary.last_step == 6
-    with pytest.raises(ConfigError, match="it went from cpu to cuda, and"):
+    with pytest.raises(ConfigError, match="it moved from cpu to cuda, and"):
         run(config, resume="yes", device="cpu", verify=True)
 
 

@@ -72,7 +72,7 @@ def test_activation_checkpointing_never_changes_gradients(dtype: torch.dtype) ->
 
 
 def test_heads_that_do_not_divide_hidden_are_refused_with_a_hidden_that_works() -> None:
-    with pytest.raises(ConfigError, match=r"hidden 100 .* 8 heads; take hidden 104"):
+    with pytest.raises(ConfigError, match=r"hidden 100 .* 8 heads; use hidden 104"):
         GPTConfig(hidden=100, heads=8)
     with pytest.raises(ConfigError, match="layers is 0"):
         GPTConfig(layers=0)

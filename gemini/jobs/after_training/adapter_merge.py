@@ -44,7 +44,7 @@ from gemini.system.input_files import InputDirectory, errors_of
 WEIGHTS = "adapter_model.safetensors"
 _NAME = "default"  # PEFT's default name of an adapter
 _OUTER = "base_model.model."  # prefix of names in the files of adapters
-_OTHERWISE = "PEFT's merge_and_unload() takes them, in memory"
+_OTHERWISE = "use PEFT's merge_and_unload(), which merges in memory"
 # Values of init_lora_weights that do not change the weights of the base.
 _STARTS = (True, False, "gaussian", "orthogonal", "eva")
 _OTHERS = (
@@ -93,7 +93,7 @@ def merge(base: Path, adapter: Path, target: Path) -> Merged:
 def _adapter_files(adapter: Path) -> Iterator[SafetensorsFiles]:
     directory = InputDirectory(adapter)
     if ADAPTER_CONFIG not in directory:
-        raise ConfigError(f"{adapter} has no {ADAPTER_CONFIG}; give the directory that holds the adapters")
+        raise ConfigError(f"{adapter} has no {ADAPTER_CONFIG}; give the directory of the adapters")
     _refuse_other_kinds(directory.json(ADAPTER_CONFIG, MAX_CONFIG_BYTES), adapter)
     if WEIGHTS not in directory:
         raise ConfigError(
@@ -107,7 +107,9 @@ def _refuse_other_kinds(fields: Mapping[str, Any], adapter: Path) -> None:
     """Raise ConfigError for adapters that are not simply an addition to each layer."""
     kind, start = fields.get("peft_type"), fields.get("init_lora_weights", True)
     if kind != "LORA":
-        raise ConfigError(f"{adapter} holds adapters of type {kind!r:.50}; LORA is merged here. {_OTHERWISE}")
+        raise ConfigError(
+            f"{adapter} holds adapters of type {kind!r:.50}; gemini merges only LORA. {_OTHERWISE}"
+        )
     if not isinstance(start, (bool, str)) or start not in _STARTS:
         raise ConfigError(
             f"{adapter} has init_lora_weights {start!r:.50}, which changes the weights of the base as well; "
@@ -115,7 +117,7 @@ def _refuse_other_kinds(fields: Mapping[str, Any], adapter: Path) -> None:
         )
     for name in _OTHERS:
         if fields.get(name):
-            raise ConfigError(f"{adapter} has {name}, which is not merged here. {_OTHERWISE}")
+            raise ConfigError(f"{adapter} has {name}, which gemini cannot merge. {_OTHERWISE}")
 
 
 def _names_in_files(model: Any, files: SafetensorsFiles) -> dict[str, str]:
@@ -172,8 +174,8 @@ class Merging:
             self._merging.add(values, parts or ())
         if not bool(values.isfinite().all()):
             raise InputError(
-                f"the adapters in {self._adapter} make values that are not finite; train them again, or give "
-                "another checkpoint of them"
+                f"merging the adapters in {self._adapter} gives values that are not finite; train "
+                "them again, or give another checkpoint of them"
             )
         return values
 
@@ -190,18 +192,18 @@ class Merging:
         missing = sorted(wanted.keys() - own.keys())
         if missing:
             raise self._unfit(
-                f"its {ADAPTER_CONFIG} on this base asks for {len(missing)} tensors that it has not, such as "
-                f"{missing[0]!r}"
+                f"for this base its {ADAPTER_CONFIG} needs {len(missing)} tensors that its file "
+                f"lacks, such as {missing[0]!r}"
             )
         found: dict[torch.Tensor, StoredTensor] = {}
         paths = {param: name for name, param in params.items()}
         for name, stored in own.items():
             param = wanted.get(name, params.get(name))
             if param is None or param not in paths:
-                raise self._unfit(f"the base has no place for its {name!r}")
+                raise self._unfit(f"the base has no layer for its {name!r}")
             if tuple(param.shape) != stored.shape:
                 raise self._unfit(
-                    f"its {name!r} has shape {list(stored.shape)}, and the base needs {list(param.shape)}"
+                    f"its {name!r} has shape {list(stored.shape)}, but the base needs {list(param.shape)}"
                 )
             found[param] = stored
             path = paths[param].removeprefix(_OUTER)
@@ -223,8 +225,8 @@ class Merging:
                 continue
             if not isinstance(layer, (Linear, Embedding, _ConvNd)):
                 raise ConfigError(
-                    f"{self._adapter}: {path} is a {type(layer).__name__} of PEFT, which is not merged here; "
-                    f"{_OTHERWISE}"
+                    f"{self._adapter}: {path} is a {type(layer).__name__} of PEFT, which gemini "
+                    f"cannot merge; {_OTHERWISE}"
                 )
             self._refuse_unknown_values(path, layer)
             kinds = ["weight", *(["bias"] if layer.lora_bias.get(_NAME) else [])]
@@ -236,8 +238,8 @@ class Merging:
         own = {*layer.parameters()} - {*layer.get_base_layer().parameters()}
         if not own <= self._stored.keys() or any(each.is_meta for each in layer.buffers()):
             raise ConfigError(
-                f"{self._adapter}: {path} has values that its file does not hold, so it is not merged "
-                f"here; {_OTHERWISE}"
+                f"{self._adapter}: {path} has values that are not in its file, so gemini cannot "
+                f"merge it; {_OTHERWISE}"
             )
 
     def _find_arrays(self, outer: nn.Module, model: nn.Module, base: Path) -> None:
@@ -256,8 +258,8 @@ class Merging:
         for name, layer in wrappers.items():
             if name not in places:
                 raise ConfigError(
-                    f"{self._adapter} changes {name!r}, which transformers computes from the files of the "
-                    f"base: it casts or turns what they hold. {_OTHERWISE}"
+                    f"{self._adapter} changes {name!r}, which transformers computes from the files "
+                    f"of the base (it casts or rearranges values). {_OTHERWISE}"
                 )
             for piece in places[name]:
                 self.arrays.setdefault(piece.stored.name, []).append(ArrayPart(layer, piece))
@@ -267,8 +269,8 @@ class Merging:
         tied = next((pair for pair in self._ties if name in pair), None)
         if tied is not None:
             raise ConfigError(
-                f"{self._adapter} changes {name!r}, which the base ties ({' = '.join(tied)}); one tensor "
-                f"would become two. {_OTHERWISE}"
+                f"{self._adapter} changes {name!r}, which is tied in the base ({' = '.join(tied)}); "
+                f"merging would split it into two tensors. {_OTHERWISE}"
             )
 
     def _name_in_files(self, name: str) -> str:
@@ -276,7 +278,7 @@ class Merging:
         or the parameter is tied."""
         self._refuse_tied(name)
         if name not in self._names:
-            raise self._unfit(f"the files of the base hold no {name!r}")
+            raise self._unfit(f"the files of the base have no {name!r}")
         return self._names[name]
 
     def _unfit(self, why: str) -> InputError:

@@ -92,7 +92,7 @@ def places_in_files(model: Any, base: Path, names: Container[str]) -> dict[str, 
             finally:
                 hook.remove()
 
-    refused = errors_of(f"transformers cannot put the model of {base} together")
+    refused = errors_of(f"transformers cannot build the model of {base}")
     with refused, before_loading(load), one_at_a_time():
         type(model).from_pretrained(base, dtype="auto", local_files_only=True)
     return found

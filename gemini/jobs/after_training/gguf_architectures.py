@@ -102,8 +102,8 @@ class ModelShape:
         name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else "none"
         if name not in ARCHITECTURES:
             raise ConfigError(
-                f"{path} is a {name:.80}, which is not exported to GGUF here; these are: "
-                f"{', '.join(ARCHITECTURES)}. For others use convert_hf_to_gguf.py of llama.cpp"
+                f"{path} is a {name:.80}, which gemini cannot export to GGUF; supported are "
+                f"{', '.join(ARCHITECTURES)}. For other models use convert_hf_to_gguf.py of llama.cpp"
             )
         self.architecture = ARCHITECTURES[name]
         self._check_options()
@@ -115,8 +115,8 @@ class ModelShape:
         self.head_size = self._size("head_dim", self.width // self.heads)
         if self.heads % self.kv_heads or self.head_size % 2:
             raise InputError(
-                f"{path}: {self.heads} heads of {self.head_size} with {self.kv_heads} of keys are no model; "
-                "correct config.json"
+                f"{path}: {self.heads} heads of size {self.head_size} do not go with {self.kv_heads} "
+                "key heads; correct config.json"
             )
         # Counts of experts, and of those that a token uses, and their width; 0 without experts.
         self.experts, self.used_experts, self.expert_inner = self._expert_sizes()
@@ -261,17 +261,19 @@ class ModelShape:
         found = self._config.get(key)
         found = default if found is None else found
         if type(found) is not int or not 0 < found < 2**31:
-            raise InputError(f"{self._path}: {key} is {found!r:.50}, no size; correct config.json")
+            raise InputError(f"{self._path}: {key} is {found!r:.50}, not a size; correct config.json")
         return found
 
     def _number(self, key: str) -> float:
         return _positive(self._config.get(key), key, self._path)
 
     def _unknown(self, what: str) -> ConfigError:
-        return ConfigError(f"{self._path} has {what}, which GGUF has not for {self.architecture.name!r}")
+        return ConfigError(
+            f"{self._path} has {what}, which GGUF does not support for {self.architecture.name!r}"
+        )
 
 
 def _positive(value: Any, key: str, path: Path) -> float:
     if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise InputError(f"{path}: {key} is {value!r:.50}, no positive number; correct config.json")
+        raise InputError(f"{path}: {key} is {value!r:.50}, not a positive number; correct config.json")
     return float(value)

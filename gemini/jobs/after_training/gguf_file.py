@@ -88,7 +88,8 @@ def export_gguf(source: Path, target: Path, kind: str) -> Exported:
     notes = [*tokenizer.notes]
     if padded:
         notes.append(
-            f"{len(padded)} matrices have rows that are no multiple of 32 and stay f16, such as {padded[0]}"
+            f"{len(padded)} matrices stay f16, because their row length is not a multiple of 32, "
+            f"such as {padded[0]}"
         )
     return Exported(Copied(len(tensors), nbytes, largest_bytes), shape.architecture.name, tuple(notes))
 
@@ -170,7 +171,7 @@ def _tensors(gguf: Any, shape: ModelShape, files: SafetensorsFiles, kind: str, s
         is_known = is_known and (number is not None) == (named[0] in _expert_types(gguf))
         if named is None or not is_known or not stored.dtype.is_floating_point:
             raise ConfigError(
-                f"{source} has {stored.name!r}, which GGUF has no name for in {shape.architecture.name!r}"
+                f"{source} has {stored.name!r}, for which GGUF has no name in {shape.architecture.name!r}"
             )
         tensor_type, name = named
         _check_shape(shape, stored, source)
@@ -180,7 +181,9 @@ def _tensors(gguf: Any, shape: ModelShape, files: SafetensorsFiles, kind: str, s
             _add_expert(experts.setdefault(name, {}), number, stored, shape, source)
             continue
         if name in found:
-            raise InputError(f"{source} has {name!r} of GGUF twice, the second time as {stored.name!r}")
+            raise InputError(
+                f"{source} has two tensors for the GGUF name {name!r}, the second is {stored.name!r}"
+            )
         is_router = tensor_type == gguf.MODEL_TENSOR.FFN_GATE_INP
         is_vector = len(stored.shape) < 2 or tensor_type == gguf.MODEL_TENSOR.POS_EMBD
         placed = shape.shape_of(stored.name, stored.shape)
@@ -256,8 +259,8 @@ def _require_complete(names: Iterable[str], shape: ModelShape, source: Path) -> 
         missing.append("output.weight")
     if missing or not every:
         raise InputError(
-            f"{source} lacks {len(missing)} tensors that its config.json asks for, such as "
-            f"{(missing or ['blk.0'])[0]!r} of GGUF; copy or download the model again"
+            f"{source} lacks {len(missing)} tensors of its config.json, such as "
+            f"{(missing or ['blk.0'])[0]!r} in GGUF; copy or download the model again"
         )
 
 
@@ -268,8 +271,8 @@ def _check_shape(shape: ModelShape, stored: StoredTensor, source: Path) -> None:
     for end, count in heads.items():
         if stored.name.endswith(end) and stored.shape[:1] != (count * shape.head_size,):
             raise InputError(
-                f"{source}: {stored.name!r} has shape {list(stored.shape)}, and config.json says "
-                f"{count} heads of {shape.head_size}; copy or download the model again"
+                f"{source}: {stored.name!r} has shape {list(stored.shape)}, but config.json has "
+                f"{count} heads of size {shape.head_size}; copy or download the model again"
             )
     if shape.experts and stored.name.endswith((".mlp.gate.weight", ".block_sparse_moe.gate.weight")):
         wanted = (shape.experts, shape.width)
@@ -282,8 +285,8 @@ def _check_shape(shape: ModelShape, stored: StoredTensor, source: Path) -> None:
         shape.vocabulary,
     ):
         raise InputError(
-            f"{source}: {stored.name!r} has shape {list(stored.shape)}, and config.json says a vocab_size of "
-            f"{shape.vocabulary}; copy or download the model again"
+            f"{source}: {stored.name!r} has shape {list(stored.shape)}, but config.json has "
+            f"vocab_size {shape.vocabulary}; copy or download the model again"
         )
 
 

@@ -92,8 +92,8 @@ def read_tokenizer(path: Path, num_tokens: int, config: Mapping[str, Any]) -> To
     if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or not _is_vocab(model.get("vocab")):
         kind = model.get("type") if isinstance(model, dict) else None
         raise ConfigError(
-            f"{path / _TOKENIZER} is of type {kind!r:.50}; BPE is exported to GGUF here. For others use "
-            "convert_hf_to_gguf.py of llama.cpp"
+            f"{path / _TOKENIZER} is of type {kind!r:.50}; gemini exports only BPE to GGUF. For "
+            "others use convert_hf_to_gguf.py of llama.cpp"
         )
     tokens, types = _tokens(found, model["vocab"], num_tokens, path)
     pairs = _pairs(model.get("merges"), path)
@@ -137,7 +137,8 @@ def _byte_level(
 ) -> TokenizerFields:  # fmt: skip
     if not pairs:
         raise ConfigError(
-            f"{path / _TOKENIZER} has no merges, and GGUF has no tokenizer without; train one with some"
+            f"{path / _TOKENIZER} has no merges, which every GGUF tokenizer needs; train a tokenizer "
+            "with merges"
         )
     fields.model = "gpt2"
     fields.merges = [f"{one} {other}" for one, other in pairs]
@@ -145,8 +146,8 @@ def _byte_level(
     fields.pre = _RULES.get(rule, "default")
     if rule not in _RULES:
         fields.notes.append(
-            "the tokenizer splits texts by a rule that has no known name in GGUF: its pre-tokenizer is "
-            "written as 'default', and other programs may make other tokens of a text"
+            "the tokenizer splits texts by a rule without a known name in GGUF: its pre-tokenizer is "
+            "written as 'default', and other programs may tokenize differently"
         )
     return fields
 
@@ -159,8 +160,8 @@ def _sentence_piece(
     score of a token is the negative rank of its merge."""
     if not model.get("byte_fallback") or _blank_prefix(found) is None:
         raise ConfigError(
-            f"{path / _TOKENIZER} is neither a byte-level BPE nor one of SentencePiece, which GGUF has; use "
-            "convert_hf_to_gguf.py of llama.cpp"
+            f"{path / _TOKENIZER} is neither a byte-level nor a SentencePiece BPE, and GGUF supports "
+            "only these; use convert_hf_to_gguf.py of llama.cpp"
         )
     ranks: dict[str, int] = {}
     for rank, (one, other) in enumerate(pairs):
@@ -171,8 +172,9 @@ def _sentence_piece(
         for one, other in ((token[:at], token[at:]) for at in range(1, len(token))):
             if one in vocab and other in vocab and (one, other) not in known:
                 raise ConfigError(
-                    f"{path / _TOKENIZER} never merges {one!r} and {other!r} although {token!r} is a token; "
-                    "SentencePiece would, and GGUF has no tokenizer that does not"
+                    f"{path / _TOKENIZER} has the token {token!r} but never merges {one!r} and "
+                    f"{other!r}; GGUF follows SentencePiece, which would merge them, so it cannot "
+                    "represent this tokenizer"
                 )
     fields.model, fields.pre = "llama", "default"
     fields.prefixes_blank = _blank_prefix(found)
@@ -224,13 +226,13 @@ def _tokens(
     for entry in found.get("added_tokens") or ():
         place, content = (entry.get("id"), entry.get("content")) if isinstance(entry, dict) else (None, None)
         if type(place) is not int or not isinstance(content, str):
-            raise InputError(f"{path / _TOKENIZER} has an added token without id and content; {AGAIN}")
+            raise InputError(f"{path / _TOKENIZER} has an added token without an id and content; {AGAIN}")
         kind = _CONTROL if entry.get("special") else _USER_DEFINED
         numbered[place] = (content, _UNKNOWN if content == unknown else kind)
     if numbered and not 0 <= min(numbered) <= max(numbered) < num_tokens:
         raise ConfigError(
-            f"the tokenizer in {path} has token {max(numbered)}, and the model has embeddings for "
-            f"{num_tokens}; give the tokenizer that the model was trained with"
+            f"the tokenizer in {path} has token {max(numbered)}, but the model has only {num_tokens} "
+            "embeddings; give the tokenizer that the model was trained with"
         )
     all_tokens = [numbered.get(number, (f"[PAD{number}]", _UNUSED)) for number in range(num_tokens)]
     return [token for token, _ in all_tokens], [kind for _, kind in all_tokens]
@@ -246,7 +248,7 @@ def _pairs(merges: Any, path: Path) -> list[tuple[str, str]]:
     for each in merges if isinstance(merges, list) else []:
         parts = each.split(" ") if isinstance(each, str) else each
         if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(part, str) for part in parts):
-            raise InputError(f"{path / _TOKENIZER} has a merge {each!r:.100}, which is no pair; {AGAIN}")
+            raise InputError(f"{path / _TOKENIZER} has a merge {each!r:.100}, which is not a pair; {AGAIN}")
         found.append((parts[0], parts[1]))
     return found
 

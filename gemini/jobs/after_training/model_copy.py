@@ -44,7 +44,7 @@ class Copied:
 
 def refuse_existing(target: Path) -> None:
     """Raise ConfigError if ``target`` exists: nothing is overwritten."""
-    with io_errors("look for the output", target):
+    with io_errors("check the output path", target):
         exists = target.exists() or target.is_symlink()
     if exists:
         raise ConfigError(f"{target} exists; remove it, or name another place for the output")
@@ -138,8 +138,7 @@ def refuse_quantized(config: Mapping[str, Any], path: Path) -> None:
     """Raise ConfigError for a model with quantized weights."""
     if config.get("quantization_config"):
         raise ConfigError(
-            f"{path} has quantized weights (quantization_config in {CONFIG}); give the model that it was "
-            "made from"
+            f"{path} has quantized weights (quantization_config in {CONFIG}); give the original model"
         )
 
 

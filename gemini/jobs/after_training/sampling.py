@@ -43,7 +43,7 @@ class SampleConfig:
 
     def __post_init__(self) -> None:
         if not self.prompts:
-            raise ConfigError("there is no prompt; give --prompt TEXT, as often as you like")
+            raise ConfigError("no prompt is given; give --prompt TEXT once or more")
         if self.max_new_tokens < 1:
             raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; it must be at least 1")
         if not 0 <= self.temperature < float("inf"):
@@ -157,7 +157,7 @@ def _generate(
         raise
     except Exception as error:  # a generation_config.json may cause any exception
         raise InputError(
-            f"transformers cannot generate with the model of {config.model}: {in_words(error)}"
+            f"transformers cannot generate text with the model of {config.model}: {in_words(error)}"
         ) from error
     finally:
         sampled.seconds += time.perf_counter() - started

@@ -20,8 +20,8 @@ _MOST_PARTS = 3  # longer dotted names are compared with full names only
 
 _LAYERS, _ARRAYS = "--lora-targets", "--lora-target-parameters"
 _WAYS_OUT = {  # kind of target of an option, and the remedy if the model has no target of that name
-    _LAYERS: ("layer", f"name some that it has, or {ALL_LINEAR}"),
-    _ARRAYS: ("parameter", "name one that it has, such as mlp.experts.down_proj in a mixture"),
+    _LAYERS: ("layer", f"name existing layers, or {ALL_LINEAR}"),
+    _ARRAYS: ("parameter", "name an existing array, such as mlp.experts.down_proj in a mixture of experts"),
 }
 
 
@@ -153,11 +153,12 @@ def adapter_errors(config: FineTuneConfig) -> Iterator[None]:
 def _unfit(config: FineTuneConfig, cause: BaseException) -> ConfigError:
     said = in_words(cause).rstrip(".")
     if config.dora and "dora" in said.lower():
-        return ConfigError(f"--dora: {said}; leave it out: LoRA takes any linear layer")
+        return ConfigError(f"--dora: {said}; leave it out: LoRA supports any linear layer")
     if config.lora_dropout and "dropout" in said.lower():
         return ConfigError(
-            f"--lora-dropout: {said}: arrays of experts have none, and for some mixtures {ALL_LINEAR} means "
-            "them, too; leave it out, or name layers by --lora-targets, such as q_proj,v_proj"
+            f"--lora-dropout: {said}: expert arrays do not support dropout, and for some mixtures of "
+            f"experts {ALL_LINEAR} includes them; leave it out, or name layers with --lora-targets, "
+            "such as q_proj,v_proj"
         )
     options = f"--lora-targets {config.lora_targets}"
     if config.lora_target_parameters:

@@ -53,8 +53,8 @@ class ModelDirectory:
         self.path = Path(config.model)
         if not (self.path / CONFIG).is_file():
             raise ConfigError(
-                f"--model {self.path} has no {CONFIG}; give a directory that save_pretrained() has made "
-                "(hf download NAME --local-dir DIR gets one)"
+                f"--model {self.path} has no {CONFIG}; give a directory in the format of "
+                "save_pretrained() (hf download NAME --local-dir DIR makes one)"
             )
         check_model(self.path)
         self._weights = [name for name in InputDirectory(self.path).names if name.endswith(_WEIGHTS)]
@@ -66,9 +66,9 @@ class ModelDirectory:
         self.config: Any = self._read("config", transformers.AutoConfig, self.path)
         if type(self.config) not in transformers.AutoModelForCausalLM._model_mapping:
             raise ConfigError(
-                f"--model {self.path} is a {self.config.model_type!r}, which transformers has no "
-                "AutoModelForCausalLM for; gemini finetune trains models that continue text, for others use "
-                "GeminiTrainer (docs/huggingface.md)"
+                f"--model {self.path} is a {self.config.model_type!r}, for which transformers has no "
+                "AutoModelForCausalLM; gemini finetune trains causal language models only; for other "
+                "models use GeminiTrainer (docs/huggingface.md)"
             )
         with errors_of(f"transformers cannot read the config of {self.path}"):
             text = self.config.get_text_config()
@@ -85,8 +85,9 @@ class ModelDirectory:
             return min(DEFAULT_SEQ, limit or DEFAULT_SEQ)
         if limit is not None and asked > limit:
             raise ConfigError(
-                f"--seq {asked} is over the {limit} positions of {self.path}; give --seq {limit} or less, or "
-                "raise max_position_embeddings in its config.json, with rope_scaling where it has that"
+                f"--seq {asked} is above the {limit} positions of {self.path}; give --seq {limit} or "
+                "less, or raise max_position_embeddings in its config.json (and adapt rope_scaling, "
+                "if it is set)"
             )
         return asked
 
@@ -123,8 +124,8 @@ class ModelDirectory:
         path = self.path if chosen is None else Path(chosen)
         if not any((path / name).is_file() for name in _TOKENIZERS):
             raise ConfigError(
-                f"{path} has no tokenizer; copy tokenizer.json and tokenizer_config.json there from where "
-                "the model is from, or name a directory that has them by --tokenizer"
+                f"{path} has no tokenizer; copy tokenizer.json and tokenizer_config.json there from "
+                "the source of the model, or give a directory that has them with --tokenizer"
             )
         if chosen is not None:
             check_kinds(InputDirectory(path))
@@ -148,9 +149,9 @@ class ModelDirectory:
         owner = self._transformers.AutoModelForCausalLM._model_mapping[type(self.config)]
         if "position_ids" not in inspect.signature(owner.forward).parameters:
             raise ConfigError(
-                f"--model {self.path} is a {self.config.model_type!r}, which takes no position_ids, so "
-                "packed documents would not be kept apart; give --no-packing (a document in each row), or "
-                "--documents joined if each may look at those before it"
+                f"--model {self.path} is a {self.config.model_type!r}, which takes no position_ids, "
+                "so packed documents would attend to each other; give --no-packing (one document per "
+                "row), or --documents joined to allow that"
             )
         return self._options.documents
 

@@ -133,7 +133,7 @@ class FineTuneConfig(MemoryOptions):
 
     def __post_init__(self) -> None:
         for name, what in (
-            ("model", "a directory that save_pretrained() has made"),
+            ("model", "a directory in the format of save_pretrained()"),
             ("data", "a .jsonl, .json, .csv, .parquet or text file, or a directory of them"),
             ("output", "a directory for the checkpoint and the trained model"),
         ):
@@ -142,10 +142,10 @@ class FineTuneConfig(MemoryOptions):
         self._check_numbers()
         self._check_choices()
         if self.merge and not self.lora:
-            raise ConfigError("--merge puts adapters into the weights; give --lora RANK, or leave it out")
+            raise ConfigError("--merge needs adapters to merge; give --lora RANK, or leave it out")
         for name in ("dora", "rslora"):
             if getattr(self, name) and not self.lora:
-                raise ConfigError(f"{option(name)} is a kind of adapters; give --lora RANK, or leave it out")
+                raise ConfigError(f"{option(name)} is a variant of LoRA; give --lora RANK, or leave it out")
         self.refuse_unread(each.name for each in fields(self) if getattr(self, each.name) != each.default)
         self._check_targets()
         self._check_quantize()
@@ -154,8 +154,8 @@ class FineTuneConfig(MemoryOptions):
             raise ConfigError("--resume continues a run and --overwrite starts it over; give one of them")
         if self.recompute and self.activation_checkpointing:
             raise ConfigError(
-                "--activation-checkpointing computes the activations of all blocks again, and --recompute "
-                "names some; give one of them"
+                "--activation-checkpointing recomputes all blocks, and --recompute only those that "
+                "it names; give one of them"
             )
         self.check_activations()
 
@@ -164,11 +164,11 @@ class FineTuneConfig(MemoryOptions):
         for name in given:
             if name in _OF_ADAPTERS and not self.lora:
                 raise ConfigError(
-                    f"{option(name)} is for adapters, and all weights would train; give --lora RANK, or "
-                    "leave it out"
+                    f"{option(name)} is an option of adapters, but without --lora all weights train; "
+                    "give --lora RANK, or leave it out"
                 )
             if name == "dpo_beta" and self.objective != DPO:
-                raise ConfigError("--dpo-beta is for preference pairs; give --objective dpo, or leave it out")
+                raise ConfigError("--dpo-beta is an option of DPO; give --objective dpo, or leave it out")
 
     @property
     def recomputed_blocks(self) -> tuple[Names, ...]:
@@ -293,8 +293,8 @@ class FineTuneConfig(MemoryOptions):
         if ranks % self.num_parts:
             sizes = " x ".join(f"--{name} {getattr(self, name)}" for name in PARTS if getattr(self, name) > 1)
             raise ConfigError(
-                f"{sizes} are {self.num_parts} ranks for a copy of the model, and there are {ranks}: give "
-                f"--nproc {self.num_parts}, or a multiple of it"
+                f"{sizes} need {self.num_parts} ranks for one copy of the model, but there are "
+                f"{ranks}: give --nproc {self.num_parts}, or a multiple of it"
             )
         return ranks // self.num_parts
 
@@ -310,21 +310,20 @@ class FineTuneConfig(MemoryOptions):
         if self.batch % ranks == 0:
             return self.batch // ranks, self.accumulate
         raise ConfigError(
-            f"{ranks} ranks share the rows of a step, and --batch {self.batch} and --accumulate "
-            f"{self.accumulate} cannot be divided among them; make one of them a multiple of {ranks}"
+            f"{ranks} ranks divide the rows of a step, but neither --batch {self.batch} nor "
+            f"--accumulate {self.accumulate} is a multiple of {ranks}; make one of them a multiple"
         )
 
     def _check_held_out(self) -> None:
         """Raise ConfigError if two options set the held-out data, or if it is needed and missing."""
         if self.eval_data is not None and self.eval_share:
             raise ConfigError(
-                "--eval-data names records that are held out, and --eval-share takes them from --data; give "
-                "one of them"
+                "--eval-data and --eval-share both choose the held-out records; give one of them"
             )
         for name in ("eval_every", "keep_best"):
             if getattr(self, name) and self.eval_data is None and not self.eval_share:
                 raise ConfigError(
-                    f"{option(name)} needs something held out: add --eval-share 0.05, or --eval-data PATH"
+                    f"{option(name)} needs held-out records: add --eval-share 0.05, or --eval-data PATH"
                 )
 
     def _check_choices(self) -> None:
@@ -351,7 +350,7 @@ class FineTuneConfig(MemoryOptions):
         parse_trackers(self.report_to)
         if not self.packing and self.documents != AUTO:
             raise ConfigError(
-                f"--documents {self.documents} says how documents are packed, and --no-packing gives each a "
+                f"--documents {self.documents} packs documents, but --no-packing gives each its own "
                 "row; give one of them"
             )
 
@@ -361,15 +360,15 @@ class FineTuneConfig(MemoryOptions):
         if not self.lora_target_parameters:
             if names_of(self.lora_targets) in ([], [NO_TARGETS]):
                 raise ConfigError(
-                    f"--lora-targets {self.lora_targets} leaves adapters nothing to be on; name layers, or "
-                    "give --lora-target-parameters"
+                    f"--lora-targets {self.lora_targets} leaves no layer for adapters; name layers, "
+                    "or give --lora-target-parameters"
                 )
             return
         for name in ("dora", "lora_dropout"):
             if getattr(self, name):
                 raise ConfigError(
-                    f"{option(name)} does not go with --lora-target-parameters: PEFT adds such adapters to "
-                    "the weights, and has plain LoRA and --rslora for them; leave it out"
+                    f"{option(name)} does not go with --lora-target-parameters: for parameters PEFT "
+                    "supports only plain LoRA and --rslora; leave it out"
                 )
 
     def _check_quantize(self) -> None:
@@ -377,15 +376,16 @@ class FineTuneConfig(MemoryOptions):
         if self.quantize == NO:
             return
         for wrong, why in (
-            (not self.lora, "freezes the base, so adapters train; add --lora 16"),
+            (not self.lora, "freezes the base model, so only adapters train; add --lora 16"),
             (
                 self.merge,
-                "and --merge do not go together: adapters are not put into quantized weights; leave --merge "
-                "out, and give the adapters and the base in 16 bits to gemini merge",
+                "and --merge do not go together: adapters cannot be merged into quantized weights; "
+                "leave --merge out, then run gemini merge with the adapters and the base model in 16 "
+                "bits",
             ),
             (
                 self.dora and self.quantize == INT8,
-                f"and --dora do not go together: PEFT has no DoRA for such weights; give {NF4}",
+                f"and --dora do not go together: PEFT does not support DoRA for these weights; use {NF4}",
             ),
         ):
             if wrong:
@@ -397,18 +397,18 @@ class FineTuneConfig(MemoryOptions):
             return
         cut = ", ".join(f"--{name}" for name in PARTS if getattr(self, name) > 1)
         for wrong, what, why in (
-            (self.objective == DPO, "--objective dpo", "its loss compares the logits of whole answers"),
-            (self.quantize != NO, f"--quantize {self.quantize}", "quantized weights are not cut"),
+            (self.objective == DPO, "--objective dpo", "the loss needs the logits of whole answers"),
+            (self.quantize != NO, f"--quantize {self.quantize}", "quantized weights cannot be divided"),
             (
                 bool(self.lora_target_parameters),
                 "--lora-target-parameters",
-                "adapters on arrays of experts are not cut",
+                "adapters on expert arrays cannot be divided",
             ),
-            (self.dora and self.tp > 1, "--dora", "the norms that DoRA trains are of whole weights"),
+            (self.dora and self.tp > 1, "--dora", "DoRA trains norms of whole weights"),
         ):
             if wrong:
                 raise ConfigError(
-                    f"{what} does not go with {cut}: {why}; leave it out, or divide the rows alone "
+                    f"{what} does not go with {cut}: {why}; leave it out, or divide only the rows "
                     f"(--nproc {self.num_ranks})"
                 )
 
@@ -417,13 +417,14 @@ class FineTuneConfig(MemoryOptions):
         for name, usual in (("loss_on", ANSWERS), ("documents", AUTO), ("tiled_loss", "no")):
             if getattr(self, name) != usual:
                 raise ConfigError(
-                    f"{option(name)} {getattr(self, name)} does not go with --objective dpo: a row is a "
-                    "prompt with one answer, and the loss needs the logits of the answer; leave it out"
+                    f"{option(name)} {getattr(self, name)} does not go with --objective dpo: each "
+                    "row has one prompt and one answer, and the loss needs the logits of the answer; "
+                    "leave it out"
                 )
         if self.data_format not in (AUTO, PREFERENCE):
             raise ConfigError(
-                f"--objective dpo learns from preference pairs, and --data-format is {self.data_format}; "
-                "leave it out"
+                f"--objective dpo needs preference pairs, but --data-format is {self.data_format}; "
+                "leave --data-format out"
             )
 
 
@@ -440,7 +441,8 @@ def with_plan(given: Mapping[str, Any]) -> dict[str, Any]:
     plan = ParallelPlan.load(given["plan"])
     if plan.dtype not in PRECISIONS:
         raise ConfigError(
-            f"--plan {given['plan']} says {plan.dtype}; --precision is one of {', '.join(PRECISIONS)}"
+            f"--plan {given['plan']} has dtype {plan.dtype}, but gemini finetune supports only "
+            f"{', '.join(PRECISIONS)}; make another plan"
         )
     whole = plan.layout.world_size == 1  # then every ZeRO stage is the same
     said: dict[str, Any] = replace(plan, zero_stage=3 if whole else plan.zero_stage).budget_options()
@@ -481,11 +483,11 @@ def read_recipe(path: Path) -> dict[str, Any]:
         ConfigError: the recipe cannot be read, or a key or value is not valid for an option.
     """
     if path.suffix not in _KINDS and path.is_file():
-        raise InputError(f"the recipe {path} is neither .toml nor .yaml; name it by what it is")
+        raise InputError(f"the recipe {path} is neither .toml nor .yaml; rename the file to its format")
     if not os.path.lexists(path):
         raise InputError(
-            f"there is no recipe {path}; name a .toml or .yaml file of options (recipes/ in the checkout has "
-            "some to start from), or give options alone: --model DIR --data PATH --output DIR"
+            f"the recipe {path} does not exist; name a .toml or .yaml file of options (recipes/ in "
+            "the checkout has examples), or give only options: --model DIR --data PATH --output DIR"
         )
     document = read_document(path, "the recipe", kind=path.suffix if path.suffix in _KINDS else ".toml")
     if not isinstance(document, dict):
@@ -516,7 +518,9 @@ def _value(path: Path, name: str, value: Any, types: dict[str, Any]) -> Any:
         # Cut the name: comparing takes quadratic time in its length.
         near = difflib.get_close_matches(name[:100], types, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(types)}"
-        raise ConfigError(f"{path} has the key {name!r:.200}, which is no option of gemini finetune; {hint}")
+        raise ConfigError(
+            f"{path} has the key {name!r:.200}, which is not an option of gemini finetune; {hint}"
+        )
     if name in _SIZES:
         return None if value == "auto" else parse_bytes(value, name=f"{name} in {path}")
     if name in _LISTS and isinstance(value, list):
@@ -526,14 +530,14 @@ def _value(path: Path, name: str, value: Any, types: dict[str, Any]) -> Any:
     if type(value) is int and types[name] in (float, float | None) and abs(value) < 2**63:
         value = float(value)
     if not is_a(value, types[name]):
-        hint = "; write 0.00001 or 1.0e-5, YAML takes 1e-5 for text" if isinstance(value, str) else ""
-        raise ConfigError(f"{path} has {name} = {value!r:.200}, which is no {_word(types[name])}{hint}")
+        hint = "; write 0.00001 or 1.0e-5, because YAML reads 1e-5 as text" if isinstance(value, str) else ""
+        raise ConfigError(f"{path} has {name} = {value!r:.200}, which is not {_word(types[name])}{hint}")
     if name in _PATH_OPTIONS and value is not None:
         return str(path.parent / value)
     return value
 
 
 def _word(kind: Any) -> str:
-    names = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
     base = next((each for each in get_args(kind) if each is not type(None)), kind)
     return names.get(base) or str(base)

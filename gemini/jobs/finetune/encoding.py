@@ -112,21 +112,21 @@ class Encoder:
         place, ids = encoded.document.place, encoded.ids
         if ids and max(ids) >= self._vocabulary:
             raise ConfigError(
-                f"{place} has token {max(ids)}, and {self._model} has embeddings for {self._vocabulary}; the "
-                "tokenizer is another model's, or the embeddings are to be resized (resize_token_embeddings) "
-                "and saved first"
+                f"{place} has token {max(ids)}, but {self._model} has only {self._vocabulary} "
+                "embeddings; give the tokenizer of this model, or resize the embeddings "
+                "(resize_token_embeddings) and save the model first"
             )
         if encoded.learned is not None and not any(encoded.learned[1:]):
             raise InputError(
-                f"{place} has no token to learn among its {len(ids)}: the chat template or the tokenizer "
-                "leaves its answers out; correct it, or learn every token by --loss-on all"
+                f"{place} has {len(ids)} tokens, none of them in the loss: the chat template or the "
+                "tokenizer drops its answers; correct it, or train on every token with --loss-on all"
             )
 
     def _completion(self, document: Document, prompt: str, completion: str) -> EncodedDocument:
         if self._answers and not completion:
             raise InputError(
-                f"{document.place} has an empty completion, so there is nothing to learn; fill it in or "
-                "remove it"
+                f"{document.place} has an empty completion, so there is nothing to train on; fill it "
+                "in or remove it"
             )
         ids = self._ended(self._tokens(document, prompt + completion))
         if not self._answers:
@@ -227,10 +227,11 @@ class Encoder:
     def _called(self, document: Document, text: str, **options: Any) -> Any:
         if options.get("return_offsets_mapping") and not self.tokenizer.is_fast:
             raise ConfigError(
-                f"the tokenizer of {self._model} cannot say which letters a token is made of, so answers "
-                "cannot be told apart; give one with a tokenizer.json, or learn every token by --loss-on all"
+                f"the tokenizer of {self._model} does not map tokens to characters, so answers "
+                "cannot be located; give a tokenizer with a tokenizer.json, or train on every token "
+                "with --loss-on all"
             )
-        with errors_of(f"the tokenizer cannot take {document.place}"):
+        with errors_of(f"the tokenizer cannot encode {document.place}"):
             return self.tokenizer(text, verbose=False, **options)
 
     def _ended(self, tokens: list[int]) -> list[int]:
@@ -240,9 +241,9 @@ class Encoder:
 
 def _rewritten(document: Document, place: int) -> InputError:
     return InputError(
-        f"{document.place}: the chat template leaves out or rewrites message {place + 1}, so nobody can tell "
-        "its answer apart; mark answers in the template by {% generation %} ... {% endgeneration %}, or "
-        "learn every token by --loss-on all"
+        f"{document.place}: the chat template drops or rewrites message {place + 1}, so its answer "
+        "cannot be located; mark answers in the template by {% generation %} ... {% endgeneration "
+        "%}, or train on every token with --loss-on all"
     )
 
 
@@ -252,19 +253,19 @@ def _require_answer(document: Document, messages: list[dict[str, Any]]) -> None:
         return
     roles = ", ".join(dict.fromkeys(each["role"] for each in messages))
     problem = (
-        "its answers are empty" if learned else f"it has messages of {roles:.100}, and none of {ASSISTANT}"
+        "its answers are empty" if learned else f"it has messages of {roles:.100}, but none of {ASSISTANT}"
     )
     raise InputError(
-        f"{document.place} has no answer to learn from: {problem}; correct or remove it, or learn every "
-        "token by --loss-on all"
+        f"{document.place} has no answer to train on: {problem}; correct or remove it, or train on "
+        "every token with --loss-on all"
     )
 
 
 @contextmanager
 def _template_errors(document: Document) -> Iterator[None]:
     endless = InputError(
-        f"the chat template takes more than {_MOST_SECONDS} s for {document.place}; correct its loops, or "
-        "split the conversation"
+        f"the chat template ran for more than {_MOST_SECONDS} s on {document.place}; correct its "
+        "loops, or split the conversation"
     )
     refused = errors_of(
         f"the chat template refuses {document.place}", way_out="correct the roles and their order"

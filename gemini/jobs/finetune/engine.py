@@ -265,7 +265,7 @@ class PretrainedEngine(TuningEngine):
                 self.module, peft.load_peft_weights(str(kept), device="cpu")
             )
         if found.unexpected_keys:
-            raise ConfigError(f"{kept} has {found.unexpected_keys[0]!r}, which the model has no place for")
+            raise ConfigError(f"{kept} has {found.unexpected_keys[0]!r}, which is not in the model")
 
 
 def is_quantized(config: FineTuneConfig) -> bool:
@@ -285,23 +285,23 @@ def refuse_quantized(config: FineTuneConfig) -> None:
     """Raise ConfigError for options that are incompatible with weights that are already quantized."""
     if not config.lora and is_quantized(config):
         raise ConfigError(
-            f"the weights of {config.model} are quantized and do not train; add --lora 16 to train adapters "
-            "on them, or give the model that it was made from"
+            f"the weights of {config.model} are quantized and cannot be trained; add --lora 16 to "
+            "train adapters on them, or give the original model"
         )
     if config.num_parts > 1 and is_quantized(config):
         raise ConfigError(
-            f"the weights of {config.model} are quantized, and such weights are not cut by --tp, --pp or "
-            f"--sp; divide the rows alone (--nproc {config.num_ranks}), or give the model that it was made "
-            "from"
+            f"the weights of {config.model} are quantized, and --tp, --pp and --sp cannot divide "
+            f"such weights; divide only the rows (--nproc {config.num_ranks}), or give the original "
+            "model"
         )
     for wrong, what in (
-        (config.merge, "--merge puts adapters into the weights"),
+        (config.merge, "--merge needs weights in floating point"),
         (config.quantize != NO, f"--quantize {config.quantize} quantizes the weights"),
     ):
         if wrong and is_quantized(config):
             raise ConfigError(
-                f"{what}, and those of {config.model} are quantized; leave "
-                f"{what.partition(' ')[0]} out, or give the model that it was made from"
+                f"{what}, but those of {config.model} are quantized; leave {what.partition(' ')[0]} "
+                "out, or give the original model"
             )
 
 

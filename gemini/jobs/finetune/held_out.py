@@ -95,8 +95,8 @@ class BestWeights:
         self.step, self.loss, self.evaluated, self._saved = step, loss, evaluated, step
         if step is not None and not self.weights.is_dir():
             raise CheckpointError(
-                f"{self.weights} is gone: it has the weights with the lowest loss so far, of step {step}; "
-                "put it back, or give --no-keep-best to go on without it"
+                f"{self.weights} is missing; it holds the weights of step {step}, with the lowest "
+                "loss so far; restore it, or give --no-keep-best to continue without it"
             )
         self._remove_others()
 
@@ -130,6 +130,6 @@ def _checked(state: Any) -> tuple[int | None, float, int]:
         if is_step and isinstance(loss, float) and math.isfinite(loss):
             return step, loss, evaluated
     raise CheckpointError(
-        f"the checkpoint says {state!r:.200} of the best weights, which no run has written; give "
-        "--no-keep-best to go on without them, or start over with --overwrite"
+        f"the checkpoint has an invalid entry {state!r:.200} for the best weights; give "
+        "--no-keep-best to continue without them, or start over with --overwrite"
     )

@@ -125,7 +125,7 @@ def _on_ranks(config: FineTuneConfig, ranks: int) -> str:
     """Return the note about a run over several ranks."""
     cut = [f"{name} {size}" for name, size in config.part_sizes.items() if size > 1]
     how = f" ({', '.join([*cut, f'dp {config.data_ranks(ranks)}'])})" if cut else ""
-    return f"trained on {ranks} ranks{how}; bytes and budgets are those of one"
+    return f"trained on {ranks} ranks{how}; bytes and budgets are per rank"
 
 
 def _refuse_another(config: FineTuneConfig, directory: RunDirectory, known: Mapping[str, Any]) -> None:
@@ -152,13 +152,13 @@ def preview(config: FineTuneConfig) -> Iterator[str]:
         for encoded in encoder.encode_pair(document) if is_dpo else (encoder.encode(document),):
             yield from _shown(tokenizer, encoded, seq)
     if encoder.uses_plain_template:
-        yield "the tokenizer has no chat template: this is the plain one (docs/finetune.md)"
+        yield "the tokenizer has no chat template: a plain one is used (docs/finetune.md)"
 
 
 def _shown(tokenizer: Any, encoded: EncodedDocument, seq: int) -> Iterator[str]:
     document, ids = encoded.document, encoded.ids
     learned = encoded.learned or [True] * len(ids)
-    yield f"{document.place}: {document.kind}, {len(ids)} tokens, {sum(learned)} of them learned"
+    yield f"{document.place}: {document.kind}, {len(ids)} tokens, {sum(learned)} of them in the loss"
     yield f"{'':>6}  {'token':>7}  loss  text"
     for place, (token, is_learned) in enumerate(zip(ids[:seq], learned, strict=False)):
         text = printable(repr(tokenizer.decode([token])))

@@ -44,13 +44,13 @@ def refuse_unread(config: FineTuneConfig) -> None:
         for name, usual in _OF_CHUNKS.items():
             if getattr(config, name) != usual:
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} is for chunks, and the plan {config.plan} says ZeRO "
-                    f"{stage}, which has none: leave it out, or search with --pin zero=3"
+                    f"--{name.replace('_', '-')} needs chunks, but the plan {config.plan} has ZeRO "
+                    f"{stage}, which uses none: leave it out, or search with --pin zero=3"
                 )
     if config.tiled_loss == "yes" and config.tp > 1:
         raise ConfigError(
-            "--tiled-loss does not go with --tp: one process computes the head and the loss, and has both "
-            "whole; leave it out, or use --pp or --sp"
+            "--tiled-loss does not go with --tp: tiles need the whole head on one rank; leave it "
+            "out, or use --pp or --sp"
         )
 
 
@@ -86,7 +86,7 @@ def _refuse_packed_windows(config: FineTuneConfig, model: nn.Module) -> None:
         return
     if family_of(model).has_windows:
         raise ConfigError(
-            "documents in a row are not kept apart over --sp in layers with windows, which this model has; "
-            "give --no-packing (a document in each row), --documents joined (each may see those before it), "
-            "or --tp or --pp"
+            "this model has layers with windowed attention, and over --sp these cannot keep packed "
+            "documents apart; give --no-packing (one document per row), --documents joined "
+            "(documents may attend to earlier ones), or --tp or --pp"
         )

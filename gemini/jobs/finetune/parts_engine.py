@@ -149,7 +149,7 @@ class PartsEngine(TuningEngine):
 
     def reference(self, batch: Batch) -> Tensor:
         """Raise StateError: DPO with parts was refused before the engine was built."""
-        raise StateError("a model in parts has no reference")
+        raise StateError("a divided model has no reference")
 
     # -- memory ----------------------------------------------------------------------------------
 

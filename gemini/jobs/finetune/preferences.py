@@ -101,8 +101,7 @@ def split_prompt(place: str, value: Mapping[str, Any], prompt: Any) -> tuple[Any
         shared += 1
     if not shared:
         raise InputError(
-            f"{place} has no prompt, and its answers share no beginning; add a prompt, or messages before "
-            "them"
+            f"{place} has no prompt, and its answers do not start with the same messages; add a prompt"
         )
     return chosen[:shared], chosen[shared:], rejected[shared:]
 

@@ -40,7 +40,7 @@ _ABOUT = ("readme", "license", "dataset_info", "dataset_dict", "state.json", "da
 _KINDS_OF_BYTES = {
     b"PAR1": "parquet; name it .parquet",
     b"ARROW1": "Arrow; name it .arrow",
-    b"\x1f\x8b": "gzip; name it by what is in it, such as .jsonl.gz",
+    b"\x1f\x8b": "gzip; add the ending of its contents, such as .jsonl.gz",
     b"\x28\xb5\x2f\xfd": "Zstandard; unpack it (unzstd)",
     b"PK\x03\x04": "a zip archive or a spreadsheet; unpack it, or save the sheet as .csv",
     b"\xfd7zXZ": "xz; unpack it (unxz)",
@@ -163,7 +163,7 @@ def read_records(
 
 def _changed(source: _Source, place: str) -> InputError:
     return InputError(
-        f"{source} changed while it was read, after {place}; wait until it is written, then run again"
+        f"{source} changed while it was read, after {place}; wait until it is complete, then run again"
     )
 
 
@@ -209,15 +209,15 @@ def _decoded(data: bytes, place: str, *, is_first: bool) -> str:
         return data.decode("utf-8-sig" if is_first else "utf-8")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{printable(place)} is no text in UTF-8 ({error.reason} at its byte {error.start}); convert the "
-            "file (iconv), or leave it out"
+            f"{printable(place)} is not UTF-8 text ({error.reason} at byte {error.start}); convert "
+            "the file (iconv), or leave it out"
         ) from error
 
 
 def _too_large(place: str) -> InputError:
     return InputError(
-        f"{printable(place)} has more than {MAX_RECORD_BYTES >> 20} MiB, which is the most that one record "
-        "may have; split it into several"
+        f"{printable(place)} has more than {MAX_RECORD_BYTES >> 20} MiB, the maximum for one record; "
+        "split it into several"
     )
 
 
@@ -228,7 +228,9 @@ def _json_lines(source: _Source, file: BinaryIO) -> Iterator[Record]:
             try:
                 yield Record(place, parse_record(line))
             except SyntaxProblem as problem:
-                raise InputError(f"{place} is no JSON: {problem.reason}; correct or remove it") from problem
+                raise InputError(
+                    f"{place} is not valid JSON: {problem.reason}; correct or remove it"
+                ) from problem
 
 
 def _json_list(source: _Source, file: BinaryIO) -> Iterator[Record]:
@@ -244,7 +246,7 @@ def _json_list(source: _Source, file: BinaryIO) -> Iterator[Record]:
         ) from problem
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{printable(str(source))} is no text in UTF-8 ({error.reason}, after line {reader.line}); "
+            f"{printable(str(source))} is not UTF-8 text ({error.reason}, after line {reader.line}); "
             "convert it, or leave it out"
         ) from error
     finally:
@@ -358,7 +360,8 @@ def _table(source: _Source, file: BinaryIO) -> Iterator[Record]:
             yield Record(place, dict(zip(names, row, strict=True)))
     except csv.Error as error:
         raise InputError(
-            f"{printable(_NEEDED.format(lines.begun, source.path))} is no CSV: {error}; correct its quotes"
+            f"{printable(_NEEDED.format(lines.begun, source.path))} is not valid CSV: {error}; "
+            "correct its quotes"
         ) from error
     finally:
         csv.field_size_limit(limit)
@@ -446,8 +449,8 @@ def _text(source: _Source, file: BinaryIO) -> Iterator[Record]:
     if len(data) > MAX_RECORD_BYTES:
         line = data.count(b"\n") + 1
         raise InputError(
-            f"{source} has more than {MAX_RECORD_BYTES >> 20} MiB up to line {line}, and a file of text "
-            "is one document; split it (split -C 32M), or write .jsonl"
+            f"{source} has more than {MAX_RECORD_BYTES >> 20} MiB up to line {line}, the maximum for "
+            "a text file, which is one document; split it (split -C 32M), or write .jsonl"
         )
     yield Record(printable(str(source.path)), _decoded(data, str(source), is_first=False), is_file=True)
 

@@ -55,8 +55,8 @@ _LIKELY: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("body",), "texts", "--data-keys text=body"),
 )
 _PREFERENCE = (
-    "is a preference pair (chosen, rejected); learn from it by --objective dpo, or from the chosen answers "
-    "alone: --data-keys {}"
+    "is a preference pair (chosen, rejected); train with --objective dpo, or only on the chosen "
+    "answers: --data-keys {}"
 )
 
 
@@ -90,8 +90,8 @@ def parse_keys(text: str) -> dict[str, str]:
         if not is_there or not key or name not in _KEYS:
             guess = f" (did you mean {key}={name}?)" if key in _KEYS else did_you_mean(name, _KEYS)
             raise ConfigError(
-                f"--data-keys {text} has {part!r}{guess}; write NAME=KEY, as in prompt=question, where NAME "
-                f"is one of {', '.join(_KEYS)} and KEY is what your records have"
+                f"--data-keys {text} has {part!r}{guess}; write NAME=KEY, such as prompt=question, "
+                f"where NAME is one of {', '.join(_KEYS)} and KEY is a key of your records"
             )
         found[key] = name
     return found
@@ -143,7 +143,7 @@ class Documents:
         if self._pairs and document.rejected is None:
             noun = _NOUNS[document.kind][0]
             raise InputError(
-                f"{document.place} is a {noun}, and --objective dpo learns from preference pairs: "
+                f"{document.place} is a {noun}, but --objective dpo needs preference pairs: "
                 f"{_SHAPES[PREFERENCE]}; give those, or leave --objective out"
             )
         return document
@@ -164,7 +164,7 @@ def as_document(
     place, value = record.place, record.value
     if not isinstance(value, dict):
         raise InputError(
-            f'{place} is no JSON object; write {{"text": ...}}, {{"messages": [...]}} or another kind of '
+            f'{place} is not a JSON object; write {{"text": ...}}, {{"messages": [...]}} or another kind of '
             "record "
             "(gemini finetune --help)"
         )
@@ -182,8 +182,8 @@ def as_document(
     if data_format != AUTO:
         if not _RECOGNIZED[data_format](value):
             raise InputError(
-                f"{place} is no record of --data-format {data_format}, which has {_SHAPES[data_format]}; it "
-                f"has {_keys_of(value)}"
+                f"{place} is not a record of --data-format {data_format}, which has "
+                f"{_SHAPES[data_format]}; it has {_keys_of(value)}"
             )
         return _READERS[data_format](place, value)
     _refuse_judged(place, value)
@@ -194,7 +194,7 @@ def as_document(
         raise _unknown(place, value)
     if len(kinds) > 1:
         raise InputError(
-            f"{place} is a record of several kinds, {' and '.join(kinds)}; say which one is meant, as in "
+            f"{place} fits several kinds of records, {' and '.join(kinds)}; choose one, such as "
             f"--data-format {kinds[-1]}"
         )
     return _READERS[kinds[0]](place, value)
@@ -204,16 +204,16 @@ def _refuse_half_a_pair(place: str, value: Mapping[str, Any]) -> None:
     for name, other in ((CHOSEN, REJECTED), (REJECTED, CHOSEN)):
         if name in value and other not in value:
             raise InputError(
-                f"{place} has {name!r} and no {other!r}, and --objective dpo learns from both; add it, name "
-                f"its key, as in --data-keys {other}=KEY, or leave the record out"
+                f"{place} has {name!r} but no {other!r}, and --objective dpo needs both; add it, "
+                f"name its key with --data-keys {other}=KEY, or leave the record out"
             )
 
 
 def _refuse_judged(place: str, value: Mapping[str, Any]) -> None:
     if isinstance(value.get("label"), bool) and "completion" in value:
         raise InputError(
-            f"{place} is a judged completion (prompt, completion, label), as KTO learns from, and gemini "
-            "finetune has no recipe for KTO; keep the records with a label of true, without the label"
+            f"{place} is a rated completion (prompt, completion, label) for KTO, which gemini "
+            "finetune does not support; keep only the records with a label of true, without the label"
         )
 
 
@@ -229,8 +229,8 @@ def _unknown(place: str, value: Mapping[str, Any]) -> InputError:
         hint = f"; the records may be the list under {inner[0]!r}: jq -c '.{inner[0]}[]' FILE > data.jsonl"
     shapes = "; ".join(f"{kind}: {shape}" for kind, shape in _SHAPES.items())
     return InputError(
-        f"{place} is of no kind that is known: it has {_keys_of(value)}{hint}. Name its keys by --data-keys, "
-        f"as in prompt=question,completion=answer ({shapes})"
+        f"{place} is not a known kind of record: it has {_keys_of(value)}{hint}. Name its keys with "
+        f"--data-keys, such as prompt=question,completion=answer ({shapes})"
     )
 
 
@@ -324,10 +324,10 @@ def _of_completion(place: str, value: Mapping[str, Any]) -> Document:
 def _of_alpaca(place: str, value: Mapping[str, Any]) -> Document:
     for key in ("instruction", "input", "output", "system"):
         if not isinstance(value.get(key, ""), str):
-            raise InputError(f"{place} has an {key} that is no text ({value[key]!r:.100}); write it as text")
+            raise InputError(f"{place} has an {key} that is not text ({value[key]!r:.100}); write it as text")
     if not value["output"].strip():
         raise InputError(
-            f"{place} has an empty output, so there is nothing to learn; fill it in or remove it"
+            f"{place} has an empty output, so there is nothing to train on; fill it in or remove it"
         )
     history = value.get("history", [])
     pairs = isinstance(history, list) and all(
@@ -336,7 +336,7 @@ def _of_alpaca(place: str, value: Mapping[str, Any]) -> Document:
     )
     if not pairs:
         raise InputError(
-            f"{place} has a history that is no list of pairs of texts; write [[question, answer]]"
+            f"{place} has a history that is not a list of pairs of texts; write [[question, answer]]"
         )
     asked = "\n\n".join(part for part in (value["instruction"], value.get("input", "")) if part.strip())
     messages = [{"role": "system", "content": value["system"]}] if value.get("system", "").strip() else []
@@ -400,11 +400,13 @@ def _sharegpt(place: str, key: str, value: Any) -> list[dict[str, Any]]:
     for turn in _turns(place, key, value):
         speaker, content = turn.get("from"), turn.get("value")
         if not isinstance(speaker, str) or not isinstance(content, str):
-            raise InputError(f"{place} has the turn {turn!r:.100}; each needs a from and a value, both text")
+            raise InputError(
+                f"{place} has the turn {turn!r:.100}; each turn needs a from and a value, both text"
+            )
         if speaker.lower() not in _SPEAKERS:
             raise InputError(
-                f"{place} has the speaker {speaker!r:.100}; known are {', '.join(_SPEAKERS)}: rename it, or "
-                "write messages with a role and a content"
+                f"{place} has the unknown speaker {speaker!r:.100}; use one of "
+                f"{', '.join(_SPEAKERS)}, or write messages with a role and a content"
             )
         messages.append({"role": _SPEAKERS[speaker.lower()], "content": content})
     return messages
@@ -440,7 +442,7 @@ def _messages(place: str, key: str, value: Any) -> list[dict[str, Any]]:
         content, calls = _content(place, turn.get("content")), turn.get("tool_calls")
         if not isinstance(turn.get("role"), str) or (content is None and not calls):
             raise InputError(
-                f"{place} has the message {turn!r:.100}; each needs a role and a content, both text"
+                f"{place} has the message {turn!r:.100}; each message needs a role and a content, both text"
             )
         found.append({**turn, "content": "" if content is None else content})
     return found
@@ -452,16 +454,16 @@ def _turns(place: str, key: str, value: Any) -> list[dict[str, Any]]:
             value = parse_record(value)
         except SyntaxProblem as problem:
             raise InputError(
-                f"{place} has {key} that are no JSON: {problem.reason}; correct them"
+                f"{place} has {key} that are not valid JSON: {problem.reason}; correct them"
             ) from problem
     if not isinstance(value, list):
-        raise InputError(f"{place} has {key} that are no list; write a list of messages")
+        raise InputError(f"{place} has {key} that are not a list; write a list of messages")
     if not value:
-        raise InputError(f"{place} has no messages, so there is nothing to learn; remove it")
+        raise InputError(f"{place} has no messages, so there is nothing to train on; remove it")
     for turn in value:
         if not isinstance(turn, dict):
             raise InputError(
-                f"{place} has the message {turn!r:.100}; each needs a role and a content, both text"
+                f"{place} has the message {turn!r:.100}; each message needs a role and a content, both text"
             )
     # Columnar files have a key in every row if any row has it.
     return [{name: each for name, each in turn.items() if each is not None} for turn in value]
@@ -477,8 +479,8 @@ def _content(place: str, content: Any) -> str | None:
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise InputError(
-                f"{place} has a message with a part of type {kind!r:.100}, and gemini finetune trains on "
-                "text; remove it"
+                f"{place} has a message with a part of type {kind!r:.100}, but gemini finetune "
+                "trains only on text; remove it"
             )
         parts.append(text)
     return "".join(parts)
@@ -491,4 +493,6 @@ def _tools(place: str, value: Mapping[str, Any]) -> Any:
     try:
         return parse_record(tools) if tools.strip() else None
     except SyntaxProblem as problem:
-        raise InputError(f"{place} has tools that are no JSON: {problem.reason}; correct them") from problem
+        raise InputError(
+            f"{place} has tools that are not valid JSON: {problem.reason}; correct them"
+        ) from problem

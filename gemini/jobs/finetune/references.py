@@ -31,7 +31,7 @@ REFERENCES = "references.jsonl"  # in the directory of a run
 _MAX_BYTES = 2**32  # enough for ten million pairs
 _OF = "reference"  # key of the first line
 _SET, _ROWS, _CHOSEN, _REJECTED = "set", "rows", "chosen", "rejected"  # keys of the other lines
-_READING, _WRITING = "read the reference", "keep the reference"
+_READING, _WRITING = "read the reference", "store the reference"
 
 
 class Referring(Protocol):
@@ -86,7 +86,7 @@ class References:
         missing = sum(len(each.rows) for each in passes)
         if missing:
             display.note(
-                f"reference: {missing:,} of {total:,} pairs pass through the model before the first step"
+                f"reference: the model computes {missing:,} of {total:,} pairs before the first step"
             )
         for first in range(0, len(passes), self._rank.count):
             together = passes[first : first + self._rank.count]
@@ -96,8 +96,8 @@ class References:
             stop.agree()
             if stop.requested and missing:
                 display.note(
-                    f"reference: {total - missing:,} of {total:,} pairs are in {self._path}; the same "
-                    "command goes on with the others"
+                    f"reference: {total - missing:,} of {total:,} pairs are in {self._path}; run the "
+                    "same command again to compute the rest"
                 )
                 return False
         for each in self._sets:
@@ -184,8 +184,8 @@ def _line(pairs: PairSet, found: list[float]) -> str:
     for number, value in zip([*rows, *rows], found, strict=True):
         if not math.isfinite(value):
             raise ConfigError(
-                f"the reference of pair {number + 1} cannot be computed: the model that the run starts from "
-                f"gives an answer the log probability {value}; try --precision fp32, or another model"
+                f"the reference of pair {number + 1} cannot be computed: the initial model gives an "
+                f"answer the log probability {value}; try --precision fp32, or another model"
             )
     half = len(rows)
     return json.dumps({_SET: pairs.name, _ROWS: rows, _CHOSEN: found[:half], _REJECTED: found[half:]})

@@ -102,7 +102,7 @@ class Samples:
         self.lengths = array("i")  # tokens of each document
         digest = hashlib.sha256()
         place = str(directory or tempfile.gettempdir())
-        with io_errors("set the tokens aside", place):
+        with io_errors("store the tokens", place):
             self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - mapped for as long as it is used
         layouter: _Layouter | None = None
         for document in documents:
@@ -115,7 +115,7 @@ class Samples:
                 learned = np.asarray(document.learned, dtype=bool)
             data = np.where(learned, tokens, ~tokens).tobytes()
             digest.update(len(tokens).to_bytes(8, "little") + data)
-            with io_errors("set the tokens aside", place):
+            with io_errors("store the tokens", place):
                 self._file.write(data)
             layouter.add(self.num_tokens, learned)
             self.num_tokens += len(tokens)
@@ -124,18 +124,18 @@ class Samples:
         if layouter is not None:
             layouter.finish()
             self.num_cut, self.num_lost = layouter.num_cut, layouter.num_lost
-        with io_errors("set the tokens aside", place):
+        with io_errors("store the tokens", place):
             self._file.flush()
         self.layout = layout
         self.num_rows = len(self._rows) // (2 if layout == PAIRS else 1)
         self.fingerprint = digest.hexdigest()[:16]
         if not self.num_rows:
-            found = f"{option} has {self.num_tokens} tokens, {self.num_learned} of them to learn"
+            found = f"{option} has {self.num_tokens} tokens, {self.num_learned} of them in the loss"
             if not self.num_lost:
-                raise ConfigError(f"{found}, and they make no row of --seq {seq}; give more data")
+                raise ConfigError(f"{found}, which is less than one row of --seq {seq}; give more data")
             raise ConfigError(
-                f"{found}, and no answer begins within the {seq} tokens of a row; give a longer --seq, or "
-                "more data"
+                f"{found}, but no answer starts within the {seq} tokens of a row; give a longer "
+                "--seq, or more data"
             )
         self._tokens: npt.NDArray[np.int32] = np.memmap(self._file, dtype="<i4", mode="r")
         self._reference: npt.NDArray[np.float32] | None = None
@@ -360,8 +360,8 @@ class Order:
         held = max(1, round(eval_share * num_rows)) if eval_share else 0
         if held >= num_rows:
             raise ConfigError(
-                f"--eval-share {eval_share:g} holds out {held} of {num_rows} rows and leaves none to learn "
-                "from; give more --data, a shorter --seq or a smaller share"
+                f"--eval-share {eval_share:g} holds out {held} of {num_rows} rows and leaves none to "
+                "train on; give more --data, a shorter --seq or a smaller share"
             )
         self.held_out = np.sort(shuffled[:held])
         self.learned = np.sort(shuffled[held:])

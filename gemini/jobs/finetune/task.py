@@ -42,11 +42,11 @@ from gemini.system.files import io_errors
 
 _TOLD_EVERY = 32  # documents between two progress messages
 LAYOUTS = {
-    WHOLE: "whole documents, as many as fit",
-    CUT: "documents are cut where a row ends",
-    JOINED: "documents joined, attention goes across them",
-    PADDED: "a document in each",
-    PAIRS: "one with the chosen answer, one with the rejected answer",
+    WHOLE: "as many whole documents as fit",
+    CUT: "documents are cut at the end of a row",
+    JOINED: "documents are joined, with attention between them",
+    PADDED: "one document per row",
+    PAIRS: "one row with the chosen answer, one with the rejected answer",
 }
 
 
@@ -225,8 +225,8 @@ class FineTuneTask:
         for file in files.files:
             if os.path.realpath(file) in learned:
                 raise ConfigError(
-                    f"--eval-data {file} is in --data, too, so its loss would be that of what is learned; "
-                    "name other files, or give --eval-share 0.05 alone"
+                    f"--eval-data {file} is also in --data, so the held-out loss would be a loss on "
+                    "training data; name other files, or give only --eval-share 0.05"
                 )
         return files
 
@@ -257,11 +257,11 @@ class FineTuneTask:
         lines = [
             self._trained(),
             f"data: {self._documents.describe()}",
-            f"data: {samples.num_tokens:,} tokens, {samples.num_learned:,} of them learned, in "
+            f"data: {samples.num_tokens:,} tokens, {samples.num_learned:,} of them in the loss, in "
             f"{samples.num_rows:,} {'pairs of rows' if self._is_dpo else 'rows'} of {self.seq} "
-            f"({LAYOUTS[samples.layout]})"
-            f"{f', {held:,} of them held out' if held else ''}; {self.options.steps:,} steps of "
-            f"{self._rows_per_step:,} {noun}{'' if self._rows_per_step == 1 else 's'}",
+            f"({LAYOUTS[samples.layout]}){f', {held:,} of them held out' if held else ''}; "
+            f"{self.options.steps:,} steps of {self._rows_per_step:,} "
+            f"{noun}{'' if self._rows_per_step == 1 else 's'}",
         ]
         if self._eval_samples is not None and self._eval_documents is not None:
             lines.append(
@@ -269,15 +269,15 @@ class FineTuneTask:
                 f"tokens with a loss, in {self._eval_samples.num_rows:,} {noun}s"
             )
         if samples.num_cut:
-            lost = f", and {samples.num_lost:,} of them their whole answer" if samples.num_lost else ""
+            lost = f"; {samples.num_lost:,} of them lost their whole answer" if samples.num_lost else ""
             lines.append(
-                f"data: {samples.num_cut:,} documents are longer than --seq {self.seq} and lost their "
-                f"end{lost}; a longer --seq keeps it"
+                f"data: {samples.num_cut:,} documents are longer than --seq {self.seq} and were "
+                f"truncated{lost}; use a longer --seq to keep their ends"
             )
         if self._encoder.uses_plain_template:
             lines.append(
-                "data: the tokenizer has no chat template, so a plain one is used, and is saved with the "
-                "model (docs/finetune.md); check that this is the model that you want to tune"
+                "data: the tokenizer has no chat template, so a plain one is used and saved with the "
+                "model (docs/finetune.md); check that you want to tune this model"
             )
         return lines
 
@@ -291,9 +291,9 @@ class FineTuneTask:
             said = f" of rank {config.lora}, scaled by {scale:.3g} (alpha {config.alpha})"
             if self._adapts_experts:
                 alone = config.lora_targets == NO_TARGETS
-                said += ", on arrays of experts" + ("" if alone else ", too")
+                said += ", on expert arrays" + ("" if alone else ", too")
             if config.quantize != NO:
-                said += f", on a base in {config.quantize}"
+                said += f", on a base model in {config.quantize}"
         if self._is_dpo:
             said += f", by DPO with beta {config.dpo_beta:g}"
         of = "DPO of " if self._is_dpo else ""
@@ -316,8 +316,8 @@ class FineTuneTask:
         """Raise ConfigError if the model, whole and on ``meta``, cannot be cut as requested."""
         if self._adapts_experts:
             raise ConfigError(
-                "adapters on arrays of experts are not cut over ranks; name other layers by --lora-targets, "
-                "such as q_proj,v_proj, or leave out --tp, --pp and --sp"
+                "adapters on expert arrays cannot be divided over ranks; name other layers with "
+                "--lora-targets, such as q_proj,v_proj, or leave out --tp, --pp and --sp"
             )
         refuse_unfit_parts(self.config, outline)
 

@@ -131,7 +131,7 @@ def keep_tokens(
         _NUM_DOCUMENTS: len(samples.lengths),
         _NUM_TOKENS: samples.num_tokens,
     }
-    with replacing(path, "keep the tokens") as temporary:
+    with replacing(path, "cache the tokens") as temporary:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(json.dumps(told).encode("ascii") + b"\n")

@@ -183,9 +183,9 @@ def refuse_mixed_documents(model: nn.Module, logits_of: Callable[[Batch], Tensor
     near = 8 * torch.finfo(logits.dtype).eps * one.abs().max().item()
     if (one - other).abs().max().item() > near:
         raise ConfigError(
-            f"{type(model).__name__} does not keep packed documents apart: one sees those before "
-            "it in a row, although its positions begin at 0; give --no-packing (a document in each row), "
-            "or --documents joined if each may look at those before it"
+            f"{type(model).__name__} does not keep packed documents apart: a document attends to "
+            "earlier ones in its row, although its positions start at 0; give --no-packing (one "
+            "document per row), or --documents joined to allow that"
         )
 
 

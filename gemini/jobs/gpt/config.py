@@ -47,7 +47,7 @@ class TrainConfig(MemoryOptions):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} is {getattr(self, name)}; it must be at least 1")
         if not 0 < self.lr < float("inf"):
-            raise ConfigError(f"--lr is {self.lr}; it must be a positive number, 1e-3 is a good start")
+            raise ConfigError(f"--lr is {self.lr}; it must be a positive number, such as 1e-3")
         if not 0 <= self.clip < float("inf"):
             raise ConfigError(f"--clip is {self.clip}; it must be a positive number, or 0 for no clipping")
         if not 0 <= self.seed < 2**63:

@@ -77,7 +77,7 @@ class ByteCorpus:
         gone."""
         if position < 0 or nbytes < 0 or position + nbytes > self.nbytes:
             raise ConfigError(
-                f"bytes {position} to {position + nbytes} are outside a corpus of {self.nbytes}"
+                f"bytes {position} to {position + nbytes} are outside the corpus of {self.nbytes} bytes"
             )
         parts: list[bytes] = []
         index = bisect.bisect_right(self._ends, position)
@@ -102,8 +102,8 @@ class ByteCorpus:
         num_starts = self.nbytes - seq
         if num_starts < 1:
             raise ConfigError(
-                f"{self.source} has {self.nbytes} bytes; sequences of {seq} need at least {seq + 1}: "
-                "give more --data or a shorter --seq"
+                f"{self.source} has {self.nbytes:,} bytes; sequences of {seq} need at least "
+                f"{seq + 1}: give more --data or a shorter --seq"
             )
         # Raw Philox words are stable across NumPy versions; Generator's distributions need not be.
         words = np.random.Philox(key=[seed % 2**64, index]).random_raw(batch)

@@ -99,8 +99,8 @@ def _run(
                 if not ran_out_of_memory(error):
                     raise
                 unverified = ConfigError(
-                    f"--verify trains unmanaged, for which {config.device} has too little memory; what was "
-                    "trained is complete. Verify a smaller model, or leave --verify out"
+                    f"--verify trains unmanaged, and {config.device} has too little memory for that; "
+                    "the training itself is complete. Verify a smaller model, or leave --verify out"
                 )
     if config.verify and outcome is None:
         progress.notes.append(_unverified_note(config, stopped=unverified is None))
@@ -124,7 +124,7 @@ def _verify(
 ) -> Verdict | None:
     """Repeat the run unmanaged and compare. Return None if a stop was requested before the end."""
     gc.collect()
-    display.note("verifying: the same seed again, unmanaged (everything in memory, no budget)")
+    display.note("verifying: training again from the same seed, unmanaged (everything in memory, no budget)")
     engine = PlainEngine(config)
     scheduler = lr_schedule(engine.optimizer, steps=config.steps)
     comparison = LossComparison(losses)
@@ -146,7 +146,7 @@ def _unverified_note(config: TrainConfig, *, stopped: bool) -> str:
     again = "run the same command again"
     if config.checkpoint is not None:
         command = f"gemini train --checkpoint {shlex.quote(config.checkpoint)} --resume --verify"
-        again = f"{command} goes on and compares"
+        again = f"{command} continues and compares"
     return f"not verified: the run was stopped before the comparison was done; {again}"
 
 

@@ -40,8 +40,8 @@ class GPTConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.hidden % self.heads:
             raise ConfigError(
-                f"hidden {self.hidden} does not divide into {self.heads} heads; "
-                f"take hidden {self.heads * math.ceil(self.hidden / self.heads)} or another number of heads"
+                f"hidden {self.hidden} is not a multiple of {self.heads} heads; use hidden "
+                f"{self.heads * math.ceil(self.hidden / self.heads)} or another number of heads"
             )
 
 

@@ -89,12 +89,12 @@ class GPTTask:
         if len(horizons) > 1:
             raise ConfigError(
                 f"--verify cannot repeat this run: --steps changed from {horizons[0]} to "
-                f"{self._config.steps} and the learning rates with it; leave out --verify"
+                f"{self._config.steps}, which changed the learning rates; leave out --verify"
             )
         if len(devices) > 1:
             raise ConfigError(
-                f"--verify cannot repeat this run: it went from {devices[0]} to {devices[1]}, "
-                "and the last digits of their numbers differ; leave out --verify"
+                f"--verify cannot repeat this run: it moved from {devices[0]} to {devices[1]}, and "
+                "the last digits of their results differ; leave out --verify"
             )
 
     def finish(self, engine: TieredEngine) -> None:
@@ -148,7 +148,7 @@ def record_training(
                     scope.enter_context(recorder)
                 loss = train_step(engine, corpus, config, step)
                 scheduler.step()
-                what = "recorded" if step >= warmup else "not recorded: warmup"
+                what = "recorded" if step >= warmup else "warmup, not recorded"
                 display.note(f"step {step + 1}/{config.steps}  loss {loss:.4f}  {what}")
                 if stop.requested:
                     break

@@ -21,7 +21,7 @@ from rich.text import Text
 from gemini.jobs.run.report import StepReport, TierUse
 from gemini.system.config import format_bytes
 
-STOPPING = "stopping after this step; once more stops at once and loses what is not saved"
+STOPPING = "stopping after this step; a second signal stops at once and loses unsaved steps"
 _RECENT_STEPS = 20
 _PLAIN_LINES = 20
 _BAR_WIDTH = 32

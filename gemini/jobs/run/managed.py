@@ -145,12 +145,13 @@ class MemoryOptions:
             )
         if self.activations == "plan" and self.device_kind != "cpu":
             raise ConfigError(
-                f"--activations plan is for the CPU in this release, not for --device {self.device}; use "
+                f"--activations plan supports only the CPU, not --device {self.device}; use "
                 "--activations offload, or --activation-checkpointing"
             )
         if self.activations != "keep" and self.policy != "auto":
             raise ConfigError(
-                f"--activations {self.activations} needs --policy auto, which measures what stays on DEVICE"
+                f"--activations {self.activations} needs --policy auto, which measures how much "
+                "stays on DEVICE"
             )
 
 
@@ -160,5 +161,5 @@ def make_disk_directory(path: str) -> None:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"cannot make --disk-dir {path}: {error.strerror}; name another directory"
+            f"cannot create --disk-dir {path}: {error.strerror}; name another directory"
         ) from error

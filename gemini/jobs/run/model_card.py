@@ -18,8 +18,8 @@ _SUMMARY = "summary.json"
 _MAX_BYTES = 2**24  # limit for a run's record or an adapter's config; both have some hundred bytes
 _MAX_METRICS_BYTES = 2**30
 _SILENT = (
-    "The files of the run record nothing else: what the model is for, what it cannot do, and under which "
-    "license it may be used follow from its base and its data."
+    "The files of the run record nothing else. The purpose, limits and license of the model follow "
+    "from its base model and its data."
 )
 
 
@@ -113,7 +113,7 @@ def _options_of(run: Path) -> Mapping[str, Any]:
     found = InputDirectory(run).json(_RUN, _MAX_BYTES)
     options = found.get("options")
     if not isinstance(options, dict):
-        raise InputError(f"{run / _RUN} has no options of a run; repair it, or move it away")
+        raise InputError(f"{run / _RUN} has no options of a run; repair it, or move it to another place")
     return {**options, "seq": found.get("seq", options.get("seq"))}
 
 
@@ -183,7 +183,7 @@ def _losses(run: Path) -> list[Row]:
     rows = [("steps", f"{last['step']:,}")]
     rows.append(("loss, first and last step", f"{first['loss']:.4f}, {last['loss']:.4f}"))
     if held_out is not None:
-        rows.append(("last loss on what is held out", f"{held_out:.4f}"))
+        rows.append(("last held-out loss", f"{held_out:.4f}"))
     return rows
 
 
@@ -201,7 +201,7 @@ def _best_row(best: tuple[int, float] | None) -> list[Row]:
     if best is None:
         return []
     step, loss = best
-    return [("weights", f"of step {step:,}, which had the lowest loss on what is held out: {loss:.4f}")]
+    return [("weights", f"of step {step:,}, which had the lowest held-out loss: {loss:.4f}")]
 
 
 def _adapter_rows(fields: Mapping[str, Any]) -> list[Row]:

@@ -57,9 +57,9 @@ def summary_table(summary: Summary, title: str = "gemini train") -> Table:
     if summary.first_loss is not None and summary.last_loss is not None:
         table.add_row("loss, first to last", _losses_text(summary))
     if summary.eval_loss is not None:
-        table.add_row("loss on what is held out", f"{summary.eval_loss:.4f}")
+        table.add_row("held-out loss", f"{summary.eval_loss:.4f}")
     if summary.best_eval_loss is not None:
-        table.add_row("lowest of them", f"{summary.best_eval_loss:.4f}, after step {summary.best_step}")
+        table.add_row("lowest held-out loss", f"{summary.best_eval_loss:.4f}, after step {summary.best_step}")
     if summary.trained_steps:
         table.add_row("speed", f"{summary.tokens_per_second:,.0f} tokens/s")
         table.add_row("stalled", f"{summary.stall_share:.1%} of the time")
@@ -130,16 +130,16 @@ def _steps_text(summary: Summary) -> str:
         if not summary.interrupted:
             return nothing_left(summary.last_step)
         return (
-            f"none: interrupted before; {summary.last_step} are done"
+            f"none: interrupted before the first the first; {summary.last_step} were done before"
             if summary.last_step
-            else ("none: interrupted before")
+            else ("none: interrupted before the first")
         )
     resumed = f", resumed after {summary.first_step}" if summary.first_step else ""
     ended = ", interrupted" if summary.interrupted else ""
     return f"{summary.trained_steps} in {duration_text(summary.seconds)}{resumed}{ended}"
 
 
-PLOT_HINT = "no picture of memory per tier: pip install 'gemini-runtime[plot]' draws it next time"
+PLOT_HINT = "no plot of memory per tier: pip install 'gemini-runtime[plot]' to get one"
 
 _MIB = 2**20
 _PHASE_COLORS = {"forward": "#dce9f7", "backward": "#fbe6d4", "optimizer": "#e2f1dc"}
@@ -178,7 +178,7 @@ def draw_timeline(
     device.set_xlim(0, len(timeline))
     figure.suptitle("memory per tier over one training step")
     below.set_xlabel("moment")
-    with replacing(Path(path), "write the picture") as temporary:
+    with replacing(Path(path), "write the plot") as temporary:
         figure.savefig(temporary, format="png")
     return True
 
@@ -250,7 +250,7 @@ def _plan_note(stats: Mapping[str, Any]) -> Iterator[str]:
         if "device_bytes" in measured:
             found += f" and {format_bytes(int(measured['device_bytes']))}"
         yield (
-            f"the plan predicted {predicted['step_seconds']:.3g} s a step and "
+            f"the plan predicted {predicted['step_seconds']:.3g} s per step and "
             f"{format_bytes(int(predicted['device_bytes']))} on DEVICE; the last step took {found}"
         )
 

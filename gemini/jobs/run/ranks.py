@@ -26,7 +26,9 @@ from gemini.parallel.launch.local_ranks import (
 from gemini.parallel.launch.torchrun import Node, Program, chosen_port, directory_of_ranks, run_ranks
 
 _ERRORS = "GEMINI_RANK_ERRORS"  # names the directory in which a failed rank writes its error
-_RESUME = "The last complete checkpoint is as it was: the same command with --resume auto goes on from there"
+_RESUME = (
+    "The last complete checkpoint is unchanged: run the same command with --resume auto to continue from it"
+)
 _ENDING_SECONDS = 3600  # time to finish and save a step; torchrun's default of 30 s is too short
 
 
@@ -85,7 +87,7 @@ def run_on_ranks(arguments: Sequence[str], ranks: int, way_out: str = _RESUME) -
         return 128 + told[0] if told and ended.code else ended.code
     if error is not None and ended.code < 128:
         raise error
-    raise StateError(f"{ended.reason}; the other ranks were ended. {way_out}")
+    raise StateError(f"{ended.reason}; the other ranks were stopped. {way_out}")
 
 
 @contextmanager

@@ -149,9 +149,9 @@ def over_budget_note(timeline: Sequence[Mapping[str, Any]], budget_bytes: int | 
         return []
     return [
         f"DEVICE held {format_bytes(used)} with activations and temporaries, above its budget of "
-        f"{format_bytes(budget_bytes)}: "
-        "give a larger --device-bytes, or a smaller --batch or --seq; --activations plan and "
-        "--activation-checkpointing make activations smaller, where the run does not have them yet"
+        f"{format_bytes(budget_bytes)}: raise --device-bytes, or lower --batch or --seq; "
+        "--activations plan and --activation-checkpointing also reduce activations, if the run does "
+        "not use them yet"
     ]
 
 

@@ -30,7 +30,7 @@ _MAX_METRICS_BYTES = 2**30  # millions of steps
 _OF_DIGESTS = {
     "model": "the model (--model)",
     "tokens": "the data (--data, --data-keys or the tokenizer)",
-    "eval_tokens": "the data that is held out (--eval-data)",
+    "eval_tokens": "the held-out data (--eval-data)",
     "corpus": "the text (--data)",
 }
 _REFERENCE = "reference"  # a digest of the model and the data together
@@ -112,8 +112,8 @@ class RunDirectory:
             raise ConfigError(f"{self._option} {self.path}: {there} is a file; name another directory")
         if not os.access(there, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"{self._option} {self.path}: {there} may not be written to; change its permissions, or name "
-                "another directory"
+                f"{self._option} {self.path}: {there} is not writable; change its permissions, or "
+                "name another directory"
             )
 
     def refuse_foreign_model(self, source: Path) -> None:
@@ -123,12 +123,12 @@ class RunDirectory:
         for target in (self.model, self.best):
             if place.is_relative_to(os.path.realpath(target)):
                 raise ConfigError(
-                    f"{target} is what the run starts from and would replace; choose another {self._option}"
+                    f"{target} is the model that the run starts from, and the run would replace it; "
+                    f"choose another {self._option}"
                 )
             if target.exists() and not self._run.exists():
                 raise ConfigError(
-                    f"{target} is there, and no run has made it; move it away, or choose another "
-                    f"{self._option}"
+                    f"{target} exists and was not written by a run; move it, or choose another {self._option}"
                 )
 
     def holds_run(self) -> bool:
@@ -204,7 +204,7 @@ class RunDirectory:
         own = (self._run, self.metrics, self.summary, self.picture)
         for file in (*own, *map(temporary_of, own)):
             if file.is_dir() and not file.is_symlink():
-                raise ConfigError(f"{file} is a directory; move it away, or choose another {self._option}")
+                raise ConfigError(f"{file} is a directory; move it, or choose another {self._option}")
 
     def _remove_temporaries(self) -> None:
         """Remove half-written files of a killed run."""
@@ -220,8 +220,8 @@ class RunDirectory:
             return
         if not self.checkpoint.is_dir():
             raise ConfigError(
-                f"{self.checkpoint} is a link to {self.checkpoint.readlink()}, which is no directory; make "
-                "it (is its disk mounted?), or remove the link"
+                f"{self.checkpoint} is a link to {self.checkpoint.readlink()}, which is not a "
+                "directory; create it (is its disk mounted?), or remove the link"
             )
         for entry in self.checkpoint.iterdir():
             if entry.is_dir() and not entry.is_symlink():
@@ -255,7 +255,7 @@ class RunDirectory:
         """Return the message for a run with the keys ``others`` of its identity changed."""
         has = ", ".join(f"{name} = {saved.get(name)!r}" for name in others)
         asked = ", ".join(f"{name} = {identity[name]!r}" for name in others)
-        return f"the run in {self.path} has {has}; this one {asked}; {self._way_back(others)}"
+        return f"the run in {self.path} has {has}, but this command has {asked}; {self._way_back(others)}"
 
     def _way_back(self, others: Sequence[str]) -> str:
         """Return the remedy for a run with the keys ``others`` of its identity changed."""
@@ -285,7 +285,7 @@ class RunDirectory:
                 self._lock = DirectoryLock(self.path)
             except BlockingIOError as error:
                 raise ConfigError(
-                    f"another process trains in {self.path}; wait for its end, or choose another directory"
+                    f"another process trains in {self.path}; wait until it ends, or choose another directory"
                 ) from error
 
     def _has_checkpoint(self) -> bool:
@@ -309,14 +309,14 @@ class RunDirectory:
 
     def _incomplete(self) -> str:
         return (
-            f"no complete checkpoint in {self.path}: files of {self.checkpoint} are gone (is its disk "
-            "mounted?); start over with --overwrite, or choose another directory"
+            f"no complete checkpoint in {self.path}: files of {self.checkpoint} are missing (is its "
+            "disk mounted?); start over with --overwrite, or choose another directory"
         )
 
     def keep_options(self, options: Mapping[str, Any]) -> None:
         """Store ``options`` for the next resume. Also remove partial files of a killed run, because a run
         that is at its end saves nothing that would remove them."""
-        with io_errors("remove what a killed run left", self.path):
+        with io_errors("remove the files of a killed run", self.path):
             self._remove_temporaries()
         remove_unfinished(self.checkpoint)
         _write(self._run, json.dumps({**_read_run(self._run), "options": dict(options)}, indent=2) + "\n")
@@ -391,14 +391,14 @@ class RunDirectory:
             is_other = self.metrics.is_symlink() or (self.metrics.exists() and not self.metrics.is_file())
         if is_other:
             raise CheckpointError(
-                f"{self.metrics} is no regular file; remove it to go on without the losses of the steps "
-                "before"
+                f"{self.metrics} is not a regular file; remove it to continue without the losses of "
+                "earlier steps"
             )
 
     def _bad_line(self, number: int, why: str) -> CheckpointError:
         return CheckpointError(
-            f"line {number} of {self.metrics} is no record of a step: {why}; repair it, or remove the file "
-            "to go on without the losses of the steps before"
+            f"line {number} of {self.metrics} is not the record of a step: {why}; repair it, or "
+            "remove the file to continue without the losses of earlier steps"
         )
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -459,13 +459,13 @@ def saved_options(path: str | os.PathLike[str], kind: type[Any], command: str) -
     options = _read_run(file).get("options", {}) if exists else {}
     if not isinstance(options, dict):
         raise CheckpointError(
-            f"{file} has options = {options!r:.200}, which are none of {command}; {_REPAIR}"
+            f"{file} has options = {options!r:.200}, which are not options of {command}; {_REPAIR}"
         )
     types = {field.name: get_type_hints(kind)[field.name] for field in fields(kind)}
     for name, value in options.items():
         if name in kind.NOT_KEPT or name not in types or not is_a(value, types[name]):
             raise CheckpointError(
-                f"{file} has {name} = {value!r:.200}, which is no option of {command}; {_REPAIR}"
+                f"{file} has {name} = {value!r:.200}, which is not an option of {command}; {_REPAIR}"
             )
     return options
 
@@ -476,7 +476,7 @@ def _read_run(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read, so the run is unknown: {error}; {_REPAIR}") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{file} holds no JSON object, so the run is unknown; {_REPAIR}")
+        raise CheckpointError(f"{file} does not hold a JSON object, so the run is unknown; {_REPAIR}")
     return found
 
 

@@ -71,7 +71,9 @@ def parse_trackers(text: str) -> tuple[str, ...]:
                 f"--report-to is {name!r}{did_you_mean(name, known)}; it must be one of {', '.join(known)}"
             )
     if NONE in names and len(names) > 1:
-        raise ConfigError(f"--report-to is {text!r}; give {NONE} alone, or leave it out")
+        raise ConfigError(
+            f"--report-to is {text!r}; {NONE} must be the only name; give {NONE}, or leave it out"
+        )
     return tuple(name for name in names if name != NONE)
 
 
@@ -82,8 +84,9 @@ def require_trackers(text: str) -> None:
             importlib.import_module(_MODULES[name])
         except ImportError as error:
             raise ConfigError(
-                f"--report-to {name} needs the package {name}: pip install {_INSTALLED_BY.get(name, name)} "
-                f"({in_words(error)}); or leave it out, metrics.jsonl has the same numbers"
+                f"--report-to {name} needs the package {name}: pip install "
+                f"{_INSTALLED_BY.get(name, name)} ({in_words(error)}); or leave it out: "
+                "metrics.jsonl has the same values"
             ) from error
 
 
@@ -156,8 +159,8 @@ class Trackers:
         except Exception as error:
             self._open.pop(name, None)
             self._warn(
-                f"--report-to {name}: {in_words(error)}; training goes on without it, and metrics.jsonl has "
-                "all numbers"
+                f"--report-to {name}: {in_words(error)}; training continues without it, and "
+                "metrics.jsonl has all values"
             )
 
 
@@ -207,7 +210,7 @@ class _WandB:
         )
         self.identity: str | None = self._run.id
         kept = run.directory / "wandb"
-        self.place = f"wandb: kept in {kept}; wandb sync {kept}/offline-run-*"
+        self.place = f"wandb: saved in {kept}; upload it with wandb sync {kept}/offline-run-*"
         if mode is None or mode == "online":
             self.place = f"wandb: {self._run.url}"
 

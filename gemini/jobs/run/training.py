@@ -288,7 +288,7 @@ class Training(Generic[EngineT]):
         except IoError as error:
             if not self._told_of_metrics:
                 self._told_of_metrics = True
-                self._note(f"{error}; training goes on, lines that were not written come with a later step")
+                self._note(f"{error}; training continues, and a later step writes the missing lines")
 
     def _note(self, text: str) -> None:
         self._progress.notes.append(text)
@@ -303,8 +303,8 @@ class Training(Generic[EngineT]):
         seconds = time.perf_counter() - started
         if not math.isfinite(loss):
             raise ConfigError(
-                f"the loss became {loss} at step {step + 1} with learning rate {lr:.2e}; "
-                "lower --lr or set --clip 1.0; the last checkpoint was not touched"
+                f"the loss became {loss} at step {step + 1} with learning rate {lr:.2e}; lower --lr "
+                "or set --clip 1.0; the last checkpoint is unchanged"
             )
         stats = engine.stats()
         stalled = float(stats["stall_seconds"]) - self._stall_seconds
@@ -373,7 +373,7 @@ class Training(Generic[EngineT]):
             self._progress.losses[record["step"] - 1] = float(record["loss"])
         is_done = step == self._options.steps
         self._display.note(
-            f"{nothing_left(step)}; give more --steps to go on" if is_done else f"resumed after step {step}"
+            f"{nothing_left(step)}; raise --steps to continue" if is_done else f"resumed after step {step}"
         )
         if len(horizons) < len(self._horizons) and not is_done:
             self._follow_steps(scheduler, horizons[-1])
@@ -383,20 +383,21 @@ class Training(Generic[EngineT]):
         a run of ``before`` steps."""
         old, new = follow_schedule(scheduler)
         self._note(
-            f"the run had {before:,} steps and has {self._options.steps:,} now: from here on the learning "
-            f"rate is that of a run of so many; the next step has {new:.3g} instead of {old:.3g}"
+            f"the number of steps changed from {before:,} to {self._options.steps:,}: from now on "
+            f"the learning rate follows the new schedule; the next step has {new:.3g} instead of "
+            f"{old:.3g}"
         )
 
 
 def refuse_past(path: Path, step: int, steps: int) -> None:
     """Raise ConfigError if the run in ``path`` has already done more than ``steps`` steps."""
     if step > steps:
-        raise ConfigError(f"{path} is at step {step}, past --steps {steps}; give more --steps")
+        raise ConfigError(f"{path} is at step {step}, past --steps {steps}; raise --steps")
 
 
 def nothing_left(step: int) -> str:
     """Return the message for a resumed run that has no steps left."""
-    return f"nothing left to train: {step} steps are done"
+    return f"nothing is left to train: {step} steps are done"
 
 
 def _is_list_of(values: object, kind: type) -> TypeGuard[list[Any]]:

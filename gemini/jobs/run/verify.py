@@ -79,7 +79,7 @@ class WeightFile:
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Write ``weights`` one after another. Extra memory: one weight."""
-        with io_errors("set the weights aside for --verify", self._place):
+        with io_errors("save the weights for --verify", self._place):
             # Unbuffered: close() would write the buffer of a failed write again.
             self._file = tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115 - closed in __exit__
         for name, weight in weights:
@@ -98,7 +98,7 @@ class WeightFile:
 
     def _write(self, data: memoryview) -> None:
         assert self._file is not None
-        with io_errors("set the weights aside for --verify", self._place):
+        with io_errors("save the weights for --verify", self._place):
             while data:
                 data = data[self._file.write(data) :]
 

@@ -103,7 +103,7 @@ def read_config_file(path: Path) -> ConfigFile:
         wanted = str if option in ("model", "host") else int
         if not isinstance(value, wanted) or isinstance(value, bool):
             raise ConfigError(
-                f"{path} has {name} = {value!r}; it must be {'a text' if wanted is str else 'a number'}"
+                f"{path} has {name} = {value!r}; it must be {'a string' if wanted is str else 'a number'}"
             )
         options[option] = Path(str(value)) if option == "model" else value
     said.pop("model_class", None)  # the checkpoint's config.json has it

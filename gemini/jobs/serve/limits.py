@@ -65,7 +65,7 @@ class BodyLimit:
             await self._app(scope, limited, unless_refused)
             return
         if not is_begun and not is_refused:
-            await error_answer(503, "the server ends; ask again later")(scope, receive, send)
+            await error_answer(503, "the server is shutting down; try again later")(scope, receive, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = error_answer(413, f"the request has more than {self._most:,} bytes; send less")

@@ -70,7 +70,7 @@ class _Options(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if name in _OF_CLIENTS or value is None or value in _NEUTRAL.get(name, ()):
                 continue
-            raise ConfigError(f"the option {name!r} is not supported here; leave it out")
+            raise ConfigError(f"the option {name!r} is not supported; leave it out")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -78,8 +78,8 @@ class _Options(BaseModel):
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stops) > _MOST_STOPS or sum(map(len, stops)) > _MOST_STOP_CHARACTERS:
             raise ConfigError(
-                f"stop has {len(stops):,} texts with {sum(map(len, stops)):,} characters; give at most "
-                f"{_MOST_STOPS} with {_MOST_STOP_CHARACTERS:,} in all"
+                f"stop has {len(stops):,} strings with {sum(map(len, stops)):,} characters; give at "
+                f"most {_MOST_STOPS} strings with {_MOST_STOP_CHARACTERS:,} characters in total"
             )
         return stops
 
@@ -98,7 +98,8 @@ class Completion(_Options):
             return tuple(token for token in self.prompt if isinstance(token, int))
         if len(self.prompt) > 1:
             raise ConfigError(
-                "prompt has several texts; send a request for each, at the same time: they share passes"
+                "prompt has several texts; send one request for each at the same time: they share "
+                "forward passes"
             )
         return str(self.prompt[0])
 
@@ -196,7 +197,9 @@ async def _answered(
 ) -> Response:
     body.refuse_unknown()
     if body.model not in (None, service.name):
-        return error_answer(404, f"there is no model {body.model!r:.100} here, but {service.name!r}", "model")
+        return error_answer(
+            404, f"the model {body.model!r:.100} does not exist; this server has {service.name!r}", "model"
+        )
     query = Query(
         prompt=prompt,
         max_tokens=max_tokens,

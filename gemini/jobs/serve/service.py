@@ -75,8 +75,8 @@ class Service:
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise ConfigError(
-                f"{self.name} has no chat template; ask /v1/completions, or put a chat_template.jinja "
-                "beside the tokenizer"
+                f"{self.name} has no chat template; use /v1/completions, or put a "
+                "chat_template.jinja beside the tokenizer"
             )
         async with self._encoding:
             return await asyncio.to_thread(self._encode_chat, list(messages))
@@ -95,7 +95,7 @@ class Service:
         tokens = query.prompt if isinstance(query.prompt, tuple) else await self._encoded(query.prompt)
         if query.max_tokens > self.config.max_tokens:
             raise ConfigError(
-                f"max_tokens is {query.max_tokens}; this server answers with {self.config.max_tokens} at most"
+                f"max_tokens is {query.max_tokens}; this server allows at most {self.config.max_tokens}"
             )
         request = Request(
             tokens=tokens,
