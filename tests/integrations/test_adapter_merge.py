@@ -191,7 +191,7 @@ def _without_one(adapter: Path) -> None:
         (
             lambda _: None,
             {"intermediate_size": 32},
-            r"do not fit this base: .* has shape \[.*\], and the base",
+            r"do not fit this base: .* has shape \[.*\], but the base",
         ),
         (lambda _: None, {"num_hidden_layers": 1}, r"the base has no layer for its '.*layers\.1\."),
         (lambda _: None, {"num_hidden_layers": 3}, "needs 4 tensors that its file lacks, such as"),

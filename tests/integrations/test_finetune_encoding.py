@@ -65,12 +65,12 @@ TEMPLATES = {
     "{% if loop.last and m['role'] == 'assistant' %}<think>\n\n<think>\n\n{% endif %}"
     "{{ m['content'] }}<|end|>{% endfor %}" + ASKED + "{% endif %}",
     "a thought that is asked for": EACH + ASKED + "<think>\n{% endif %}",
-    "a plain one": PLAIN_TEMPLATE,
+    "the plain one": PLAIN_TEMPLATE,
 }  # fmt: skip
 WANTED = {
     "an end of all": ["Fine.<|end|>", "Fine.<|end|><|endoftext|>"],
     "a thought of the last": ["Fine.<|end|>", "<think>\n\n<think>\n\nFine.<|end|>"],
-    "a plain one": ["Fine.<|endoftext|>", "Fine.<|endoftext|>"],
+    "the plain one": ["Fine.<|endoftext|>", "Fine.<|endoftext|>"],
 }
 
 

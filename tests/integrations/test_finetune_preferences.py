@@ -176,8 +176,8 @@ def test_a_pair_is_the_same_in_every_shape_that_data_sets_have(tmp_path: Path) -
     ("record", "message"),
     [
         ({"text": "a"}, r"is a text, but --objective dpo needs preference pairs"),
-        ({"prompt": "a", "chosen": "b"}, "has 'chosen' and no 'rejected'.* --data-keys rejected=KEY"),
-        ({"prompt": "a", "chosen": None, "rejected": "b"}, "has 'rejected' and no 'chosen'"),
+        ({"prompt": "a", "chosen": "b"}, "has 'chosen' but no 'rejected'.* --data-keys rejected=KEY"),
+        ({"prompt": "a", "chosen": None, "rejected": "b"}, "has 'rejected' but no 'chosen'"),
         ({"chosen": "a", "rejected": "b"}, "has no prompt before its chosen and rejected answers"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "has no prompt, and its answers do not start with the same"),
         ({"prompt": "a", "chosen": 3, "rejected": "b"}, "both text, or both lists of messages"),

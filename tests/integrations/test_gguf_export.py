@@ -352,7 +352,7 @@ NORM, LAST = "model.norm.weight", "lm_head.weight"
         (
             lambda path: _config(path, architectures=["BloomForCausalLM"]),
             "f16",
-            "is a BloomForCausalLM, which is",
+            "is a BloomForCausalLM, which gemini cannot export",
         ),
         (
             lambda path: _config(path, hidden_act="gelu"),
@@ -361,11 +361,15 @@ NORM, LAST = "model.norm.weight", "lm_head.weight"
         ),
         (lambda path: _config(path, rope_parameters={"rope_type": "yarn"}), "f16", "has rope of type 'yarn'"),
         (lambda path: _config(path, vocab_size=310), "f16", "but config.json has vocab_size 310"),
-        (lambda path: _config(path, head_dim=32), "f16", "and config.json says [24] heads of 32"),
+        (lambda path: _config(path, head_dim=32), "f16", "but config.json has [24] heads of size 32"),
         (lambda path: _config(path, num_hidden_layers=3), "f16", r"lacks 9 tensors .* as 'blk\.2\."),
         (lambda path: _config(path, num_hidden_layers=1), "f16", r"has 'model\.layers\.1\..* no name in"),
         (lambda path: _config(path, quantization_config={"a": 1}), "f16", "has quantized weights"),
-        (lambda path: _config(path, num_attention_heads="x"), "f16", "num_attention_heads is 'x', no size"),
+        (
+            lambda path: _config(path, num_attention_heads="x"),
+            "f16",
+            "num_attention_heads is 'x', not a size",
+        ),
         (
             lambda path: _change(path, LAST, torch.full((320, 64), 7e4)),
             "f16",
@@ -375,7 +379,7 @@ NORM, LAST = "model.norm.weight", "lm_head.weight"
         (lambda path: (path / "tokenizer.json").unlink(), "f16", "has no tokenizer.json; load its tokenizer"),
         (lambda path: _tokenizer(path, type="Unigram"), "f16", "of type 'Unigram'; gemini exports only BPE"),
         (lambda path: _tokenizer(path, merges=[]), "f16", "has no merges, which every GGUF tokenizer needs"),
-        (lambda path: _tokenizer(path, merges=["a b c"]), "f16", "has a merge 'a b c', which is no pair"),
+        (lambda path: _tokenizer(path, merges=["a b c"]), "f16", "has a merge 'a b c', which is not a pair"),
         (
             lambda path: _tokenizer(path, vocab={"a": 320}),
             "f16",

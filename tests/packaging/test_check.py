@@ -142,7 +142,7 @@ def test_cuda_versions_agree_by_their_major_number(
 def test_an_older_torch_is_named_with_the_first_that_fits() -> None:
     facts = {"compiled": {"cuda": None}, "gpu": {"driver": False, "torch_cuda": None, "problem": None}}
     assert check.compatibility({**facts, "versions": {"torch": "2.7.1"}})["torch"].startswith(
-        "no: torch 2.7.1"
+        "no: torch is 2.7.1"
     )
     assert check.compatibility({**facts, "versions": {"torch": "2.10.0"}})["torch"] == "yes"
 

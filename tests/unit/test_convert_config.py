@@ -425,8 +425,8 @@ def test_keys_of_a_plugin_are_reported_as_the_file_has_them(tmp_path: Path) -> N
     ("name", "text", "says"),
     [
         ("a.json", "[1]", "a list"),
-        ("a.json", "{", "no JSON"),
-        ("a.json", "[" * 100_000, "no JSON"),
+        ("a.json", "{", "is not valid JSON"),
+        ("a.json", "[" * 100_000, "is not valid JSON"),
         ("a.json", '{"bf16": {"enabled": true}, "fp16": {"enabled": true}}', "both"),
         ("a.json", '{"bf16": 3}', "bf16 is a int"),
         ("a.json", '{"zero_optimization": {"stage": 7}}', "stage is 7"),
@@ -521,9 +521,9 @@ def test_keys_of_a_plugin_are_reported_as_the_file_has_them(tmp_path: Path) -> N
         ),
         ("a.yaml", "a: &a [1]\nb: *a\n", "a.yaml has aliases"),
         ("a.yaml", "fsdp_config: {}\ngradient_accumulation_steps: 0\n", "1 or more"),
-        ("a.yaml", "a: [", "no YAML"),
+        ("a.yaml", "a: [", "is not valid YAML"),
         ("a.yaml", "fsdp_config:\n  fsdp_sharding_strategy: HALF\n", "HALF"),
-        ("a.yaml", "!!python/object/apply:os.system ['true']", "no YAML"),
+        ("a.yaml", "!!python/object/apply:os.system ['true']", "is not valid YAML"),
     ],
 )
 def test_what_is_none_is_refused_by_its_key(name: str, text: str, says: str, tmp_path: Path) -> None:

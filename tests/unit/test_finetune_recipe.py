@@ -87,12 +87,12 @@ def test_recipes_that_ship_are_complete_but_for_paths(path: Path) -> None:
         ("bach = 1", "did you mean 'batch'"),
         ("devicebytes = 1", "did you mean 'device_bytes'"),
         ("xyzzy = 1", "there are model, data"),
-        ('lr = "fast"', "lr = 'fast', which is no number"),
-        ("batch = 1.5", "batch = 1.5, which is no whole number"),
-        ("packing = 1", "packing = 1, which is no true or false"),
+        ('lr = "fast"', "lr = 'fast', which is not a number"),
+        ("batch = 1.5", "batch = 1.5, which is not a whole number"),
+        ("packing = 1", "packing = 1, which is not true or false"),
         ('device_bytes = "lots"', "device_bytes in .* is 'lots'"),
         ("batch = 1\n[a]\nbatch = 2", "'batch' twice"),
-        ("batch = ", "is no TOML"),
+        ("batch = ", "is not valid TOML"),
     ],
 )
 def test_recipes_that_mean_nothing_are_refused_by_key(text: str, message: str, tmp_path: Path) -> None:

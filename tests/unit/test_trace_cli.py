@@ -206,7 +206,7 @@ def test_each_model_of_a_script_gets_its_files(script: str, tmp_path: Path) -> N
         (["--warmup", "-1"], "--warmup is -1"),
         (["--script"], "--script needs a file to run"),
         (["--script", "missing.py"], "missing.py: the file does not exist"),
-        (["--hidden", "30", "--heads", "4"], "take hidden 32"),
+        (["--hidden", "30", "--heads", "4"], "use hidden 32"),
     ],
 )
 def test_options_that_cannot_work_are_refused_by_name(

@@ -243,7 +243,7 @@ def test_a_missing_package_is_named_before_anything_is_trained(
 def test_names_of_trackers_are_joined_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse_trackers("wandb, tensorboard,wandb") == ("wandb", "tensorboard")
     assert parse_trackers("none") == parse_trackers("") == ()
-    with pytest.raises(ConfigError, match="give none alone"):
+    with pytest.raises(ConfigError, match="none must be the only name"):
         parse_trackers("none,wandb")
     with pytest.raises(ConfigError, match=r"'wanb' \(did you mean wandb\?\); it must be one of"):
         parse_trackers("wanb")

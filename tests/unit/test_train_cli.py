@@ -129,12 +129,12 @@ def test_sizes_take_units_and_refuse_nonsense(capsys: pytest.CaptureFixture[str]
         (["--steps", "0"], "--steps is 0"),
         (["--lr", "nan"], "--lr is nan"),
         (["--clip", "-1"], "--clip is -1"),
-        (["--hidden", "30", "--heads", "4"], "take hidden 32"),
+        (["--hidden", "30", "--heads", "4"], "use hidden 32"),
         (["--activations", "plan"], "--activations plan needs a tier below DEVICE; add --disk-dir"),
         (["--activations", "offload", "--disk-dir", "disk", "--policy", "cpu"], "needs --policy auto"),
         (
             ["--activations", "plan", "--disk-dir", "disk", "--device", "cuda"],
-            "is for the CPU .*--device cuda; use",
+            "supports only the CPU, .*--device cuda; use",
         ),
     ],
 )

@@ -175,7 +175,7 @@ def test_metrics_that_are_no_file_are_named_before_anything_is_loaded(config: Tr
     make(metrics)
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl is not a regular file; remove it"):
         run(config, RefusesToLoad, resume="yes")
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl is no regular file"):
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl is not a regular file"):
         RunDirectory(metrics.parent, fake_is_complete).read_metrics(2)
     with pytest.raises(IoError, match=r"metrics\.jsonl"):
         RunDirectory(metrics.parent, fake_is_complete).append_metrics({"step": 3})
@@ -195,7 +195,7 @@ def test_a_directory_in_the_place_of_a_file_costs_no_older_run(
     (directory / name).unlink(missing_ok=True)
     (directory / name).mkdir()
     with pytest.raises(
-        (ConfigError, CheckpointError), match=f"{name} is (a directory; move|no regular file)"
+        (ConfigError, CheckpointError), match=f"{name} is (a directory; move|not a regular file)"
     ):
         run(config, **again)
     assert fake_is_complete(directory / "checkpoint")
