@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register the subcommand."""
     parser = subparsers.add_parser(
         "check",
-        help="show what is installed on this machine, and what is missing",
+        help="show what is installed and what is missing",
         description=(
             "Show versions, compiled parts, CPU, memory, I/O and GPU, and the commands that install "
             "missing parts."

@@ -271,7 +271,7 @@ def _require_directory() -> None:
         Path.cwd()
     except OSError as error:
         raise ConfigError(
-            f"the working directory cannot be had ({error.strerror}); go to another (cd)"
+            f"cannot read the working directory ({error.strerror}); change to another directory (cd)"
         ) from None
 
 

@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the ``export`` command to ``subparsers``."""
     parser = subparsers.add_parser(
         "export",
-        help="export a model to GGUF (llama.cpp), or convert its weights to another dtype",
+        help="export a model to GGUF, or to another dtype",
         description="Export the model in MODEL for other programs.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -47,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the ``run`` command to ``subparsers``."""
     parser = subparsers.add_parser(
         "run",
-        help="run a program on several ranks, on this machine or over ssh",
+        help="run a program on several ranks, here or over ssh",
         description="Start a program on every rank with torchrun, on one or several machines, and end all "
         "ranks when one fails.",
         epilog=EPILOG,

@@ -409,7 +409,7 @@ class PieceTrial:
         self, groups: StepGroups, tried: _Tried, shape: tuple[int, ...]
     ) -> list[tuple[str, tuple[float, ...]]]:
         """Return the operators of some steps over a parameter of ``shape`` without memory."""
-        rows = [torch.empty(shape, device="meta") for _ in range(1 + _STEPS_OF_MANY)]
+        rows = [torch.empty(shape, dtype=torch.float32, device="meta") for _ in range(1 + _STEPS_OF_MANY)]
         trace = OperatorTrace()
         with trace:
             self._run(groups, [tried], [rows])

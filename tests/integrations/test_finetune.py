@@ -71,7 +71,7 @@ def test_a_tiled_loss_trains_alike(
     assert list(got.losses) == pytest.approx(list(want.losses), rel=1e-5)
     assert got.summary.eval_loss == pytest.approx(want.summary.eval_loss, rel=1e-5)
     assert "logits are read" not in caplog.text
-    with pytest.raises(ConfigError, match="has tiled_loss = 'no'; this one tiled_loss = 'yes'"):
+    with pytest.raises(ConfigError, match="has tiled_loss = 'no', but this command has tiled_loss = 'yes'"):
         run(config, tiled_loss="yes", resume="yes")
 
 
@@ -176,7 +176,7 @@ def test_a_run_that_ended_is_exported_again_by_the_same_command(config: FineTune
     assert files_of(run(config, resume="auto")) == want
     assert json.loads((Path(config.output) / "summary.json").read_text())["last_step"] == config.steps
     assert not list(Path(config.output).rglob("*.partial"))
-    with pytest.raises(ConfigError, match=r"lr = 0\.01; this one lr = 0\.02"):
+    with pytest.raises(ConfigError, match=r"lr = 0\.01, but this command has lr = 0\.02"):
         run(config, resume="auto", lr=0.02)
     with pytest.raises(CheckpointError, match="nothing to resume; check the path, or give --resume auto"):
         run(config, resume="yes", output=f"{config.output}2")
@@ -190,7 +190,9 @@ def test_a_run_resumes_from_a_copy_of_its_model_and_not_from_other_weights(
     assert run(config, steps=1, resume="auto", model=str(elsewhere)).losses == want
     torch.manual_seed(1)
     LLAMA(LLAMA.from_pretrained(elsewhere).config).save_pretrained(elsewhere)
-    with pytest.raises(ConfigError, match=r"has model = '\w+'; this one .* the model \(--model\) is not"):
+    with pytest.raises(
+        ConfigError, match=r"has model = '\w+'; but this command .* the model \(--model\) is not"
+    ):
         run(config, steps=1, resume="auto", model=str(elsewhere))
 
 
@@ -402,7 +404,7 @@ def test_the_recipe_of_a_quantized_base_runs_and_exports_adapters(
         ({"lora": 2, "lora_targets": "v_proj,q_prooj"}, r"--lora-targets q_prooj: .*did you mean q_proj"),
         ({"eval_data": "nowhere"}, "--eval-data nowhere"),
         ({"seq": 65}, "--seq 65 is above the 64 positions"),
-        ({"resume": "yes", "lr": 0.5}, r"has lr = 0\.01; this one lr = 0\.5"),
+        ({"resume": "yes", "lr": 0.5}, r"has lr = 0\.01, but this command has lr = 0\.5"),
         ({"resume": "yes", "steps": 1}, "is at step 2, past --steps 1; raise --steps"),
     ],
 )

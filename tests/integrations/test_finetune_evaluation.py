@@ -75,7 +75,7 @@ def test_a_resumed_run_exports_the_same_best_weights(
     assert eval_losses(dataclasses.replace(config, output=there)) == losses
     assert (resumed.summary.best_step, resumed.summary.best_eval_loss) == (best, losses[best])
     assert files_of(resumed) == files_of(want)
-    assert f"of step {best}, which had the lowest loss" in files_of(want)["README.md"].decode()
+    assert f"of step {best}, which had the lowest held-out loss" in files_of(want)["README.md"].decode()
     assert len(list(Path(there, "best").iterdir())) == 1
 
 
@@ -95,7 +95,7 @@ def test_best_weights_of_a_checkpoint_stay_until_the_next_one_is_whole(tmp_path:
     resumed.offer(3, 1.0, Path.mkdir)
     resumed.saved()
     assert [entry.name for entry in (tmp_path / "best").iterdir()] == ["step-3"]
-    with pytest.raises(CheckpointError, match=r"step-1 is gone.* --no-keep-best"):
+    with pytest.raises(CheckpointError, match=r"step-1 is missing.* --no-keep-best"):
         BestWeights(tmp_path / "best").restore(state)
 
 
@@ -140,7 +140,7 @@ def test_other_held_out_records_are_another_run_and_its_weights_are_kept_from_fo
 ) -> None:
     config = dataclasses.replace(config, steps=2, keep_best=True)
     run(config)
-    with pytest.raises(ConfigError, match=r"has eval_share = 0\.0; this one eval_share = 0\.1"):
+    with pytest.raises(ConfigError, match=r"has eval_share = 0\.0, but this command has eval_share = 0\.1"):
         run(config, eval_data=None, eval_share=0.1, resume="yes")
     with pytest.raises(ConfigError, match="best is the model that the run starts from"):
         run(config, model=str(next(Path(config.output, "best").iterdir())), overwrite=True)

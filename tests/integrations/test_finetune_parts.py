@@ -164,7 +164,7 @@ def test_options_that_do_not_go_with_parts_are_refused_by_name(config: FineTuneC
         ({"tp": 2, "lora": 4, "quantize": "nf4"}, "--quantize nf4 does not go with --tp"),
         ({"pp": 2, "objective": "dpo"}, "--objective dpo does not go with --pp"),
         ({"tp": 2, "sp": 2, "lora": 4, "dora": True}, "--dora does not go with --tp, --sp"),
-        ({"pp": 2, "lora": 4, "lora_target_parameters": "mlp.experts.down_proj"}, "are not cut"),
+        ({"pp": 2, "lora": 4, "lora_target_parameters": "mlp.experts.down_proj"}, "cannot be divided"),
         ({"tp": 2, "nproc": 6, "accumulate": 4}, "3 ranks divide the rows of a step"),
     ):
         with pytest.raises(ConfigError, match=said):

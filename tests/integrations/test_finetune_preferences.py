@@ -207,7 +207,7 @@ def test_a_run_that_was_stopped_and_resumed_is_the_one_that_was_not(
     resumed = run(config, output=there)
     assert resumed.losses == want.losses
     assert files_of(resumed) == files_of(want)
-    with pytest.raises(ConfigError, match=r"has dpo_beta = 0\.2; this one dpo_beta = 0\.3"):
+    with pytest.raises(ConfigError, match=r"has dpo_beta = 0\.2, but this command has dpo_beta = 0\.3"):
         run(config, dpo_beta=0.3)
 
 

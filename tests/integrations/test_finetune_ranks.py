@@ -135,7 +135,10 @@ def test_ranks_stop_after_one_step_and_any_number_goes_on(config: FineTuneConfig
 def test_rows_that_ranks_cannot_share_are_refused(config: FineTuneConfig) -> None:
     assert config.rows_of_rank(2) == (2, 1)
     assert dataclasses.replace(config, accumulate=3).rows_of_rank(2) == (1, 3)
-    with pytest.raises(ConfigError, match=r"3 ranks share .* --batch 2 and --accumulate 2 cannot be divided"):
+    with pytest.raises(
+        ConfigError,
+        match=r"3 ranks divide the rows .* neither --batch 2 nor --accumulate 2 is a multiple of 3",
+    ):
         dataclasses.replace(config, nproc=3)
 
 

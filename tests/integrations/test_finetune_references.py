@@ -181,7 +181,7 @@ def test_a_reference_of_other_weights_or_pairs_is_not_used(
     assert passes == [2], "both runs need the same two pairs"
     torch.manual_seed(1)
     LLAMA(LLAMA.from_pretrained(config.model).config).save_pretrained(config.model)
-    with pytest.raises(ConfigError, match=r"has model = '\w+'; .*; the model \(--model\) is not"):
+    with pytest.raises(ConfigError, match=r"has model = '\w+', .*; the model \(--model\) is not"):
         run(config)
     again = {"resume": "no", "overwrite": True}
     assert run(config, **again).losses[0] == pytest.approx(0.693147, abs=1e-6)

@@ -72,7 +72,7 @@ def test_a_trainer_runs_a_plan_with_the_numbers_of_an_unmanaged_one(tmp_path: Pa
         ({}, {"gradient_checkpointing": True}, {}, "gradient_checkpointing=True"),
         ({}, {"bf16": True}, {}, "bf16=True"),
         ({}, {}, {"host_bytes": "2MiB"}, "host_bytes='2MiB'"),
-        ({"layout": Layout(tp=2)}, {}, {}, r"the plan says tp 2: run it with HybridParallelPlugin"),
+        ({"layout": Layout(tp=2)}, {}, {}, r"the plan says tp 2; run it with HybridParallelPlugin"),
         ({"layout": Layout(dp=2), "zero_stage": 2}, {}, {}, "the plan says ZeRO 2"),
         ({"layout": Layout(dp=2)}, {}, {}, "for 2 ranks"),
         ({"model": "0"}, {}, {}, "fingerprint"),
@@ -170,7 +170,7 @@ def test_a_plan_that_was_searched_for_is_of_the_model_that_is_trained(
     [
         ({}, ["--batch", "3"], "batch=3 (the plan says 2)"),
         ({}, ["--activation-checkpointing"], "activation_checkpointing=True"),
-        ({}, ["--lora", "4"], "fingerprint"),
+        ({}, ["--lora", "4"], "the model and ranks that it was made for"),
         ({"layout": Layout(tp=2)}, ["--pp", "2"], "pp=2 (the plan says 1)"),
         ({"layout": Layout(dp=2)}, ["--nproc", "4"], "nproc=4 (the plan says 2)"),
         (

@@ -174,7 +174,7 @@ def test_the_command_refuses_what_cannot_be(capsys: pytest.CaptureFixture[str]) 
     for more, message in (
         (["--tp", "3"], "tp may be 1, 2, 4"),
         (["--pp", "9"], "choose pp from 1 to 4"),
-        (["--pp", "2", "--host-bytes", "1GiB"], "--host-bytes with --tp"),
+        (["--pp", "2", "--host-bytes", "1GiB"], "--host-bytes does not go with --tp"),
     ):
         assert main(["plan", MODEL, "--seq", "16", *more]) != 0
         assert message in capsys.readouterr().err

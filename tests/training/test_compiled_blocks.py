@@ -317,11 +317,11 @@ def test_a_compiled_function_runs_operators_of_managed_parameters_as_they_are(tm
 
 def test_a_block_that_does_not_fit_is_refused_up_front(tmp_path: Path) -> None:
     budgets = tight(tmp_path, 160 * KIB)
-    with pytest.raises(OutOfBudgetError, match=r"submodule 'blocks.0' needs \d+ bytes"):
+    with pytest.raises(OutOfBudgetError, match=r"submodule 'blocks.0' needs [\d.]+ KiB"):
         GeminiDDP(seeded(lambda: compiled_stack(Wide)), **budgets)
     with GeminiDDP(seeded(lambda: Stack(Wide)), **budgets) as model:
         model.compile(**TRACED)
-        with pytest.raises(OutOfBudgetError, match=r"this operator needs \d+ bytes"):
+        with pytest.raises(OutOfBudgetError, match=r"this operator needs [\d.]+ KiB"):
             stack_loss(model, 0)
 
 

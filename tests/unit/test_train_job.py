@@ -274,7 +274,7 @@ def test_older_run_is_neither_overwritten_nor_mixed_up(config: TrainConfig) -> N
     run(config)
     with pytest.raises(ConfigError, match=r"already holds a run.*--resume.*--overwrite"):
         run(config)
-    with pytest.raises(ConfigError, match="has hidden = 16; this one hidden = 32"):
+    with pytest.raises(ConfigError, match="has hidden = 16, but this command has hidden = 32"):
         run(config, resume="yes", hidden=32)
     assert run(config, resume="yes").summary.last_step == 6
 
