@@ -137,7 +137,7 @@ def test_rows_that_ranks_cannot_share_are_refused(config: FineTuneConfig) -> Non
     assert dataclasses.replace(config, accumulate=3).rows_of_rank(2) == (1, 3)
     with pytest.raises(
         ConfigError,
-        match=r"3 ranks divide the rows .* neither --batch 2 nor --accumulate 2 is a multiple of 3",
+        match=r"neither --batch 2 nor --accumulate 2 is a multiple of 3",
     ):
         dataclasses.replace(config, nproc=3)
 
