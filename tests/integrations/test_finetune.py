@@ -190,9 +190,7 @@ def test_a_run_resumes_from_a_copy_of_its_model_and_not_from_other_weights(
     assert run(config, steps=1, resume="auto", model=str(elsewhere)).losses == want
     torch.manual_seed(1)
     LLAMA(LLAMA.from_pretrained(elsewhere).config).save_pretrained(elsewhere)
-    with pytest.raises(
-        ConfigError, match=r"has model = '\w+', .* the model \(--model\) is not"
-    ):
+    with pytest.raises(ConfigError, match=r"has model = '\w+', .* the model \(--model\) is not"):
         run(config, steps=1, resume="auto", model=str(elsewhere))
 
 

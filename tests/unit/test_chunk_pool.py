@@ -67,7 +67,7 @@ def test_content_that_leaves_device_comes_back(chunks: ChunkManager) -> None:
 
 def test_an_activation_larger_than_device_is_named_and_takes_no_chunk(chunks: ChunkManager) -> None:
     pool = ChunkPool(chunks)
-    with pytest.raises(OutOfBudgetError, match=r"activation of 36864 bytes.*DEVICE with 32768.*checkpoint"):
+    with pytest.raises(OutOfBudgetError, match=r"activation of 36\.0 KiB.*DEVICE with 32\.0 KiB.*checkpoint"):
         pool.take(9 * PAGE)
     assert chunks.chunks == []
     assert pool.take(8 * PAGE)[0].spec.nbytes == 8 * PAGE
