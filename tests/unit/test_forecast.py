@@ -97,7 +97,7 @@ def test_a_smaller_batch_is_advised_where_there_is_one(batch: int) -> None:
 def test_a_hopeless_budget_is_refused_at_once() -> None:
     large, hopeless = source(lambda: nn.Embedding(4096, 2048)), settings(1 * KIB)
     forecast = forecast_batch(large, hopeless, 1)
-    assert "1024" in forecast.obstacles[0]
+    assert "device_bytes is 1.0 KiB" in forecast.obstacles[0]
     assert "the 1.0 KiB of DEVICE" in forecast.obstacles[-1]
     assert len(forecast.rehearsal.trace.accesses) < 3000  # of an update as fine as DEVICE, 4099
     assert largest_batch(large, hopeless, forecast) == 0
