@@ -412,8 +412,8 @@ def _bounds(
         )
     if max_chunk_bytes is not None and max_chunk_bytes < CHUNK_ALIGN_BYTES:
         raise ConfigError(
-            f"a chunk may have {format_bytes(max_chunk_bytes)} but the smallest possible has "
-            f"{format_bytes(CHUNK_ALIGN_BYTES)}; raise device_bytes"
+            f"a chunk may have {max_chunk_bytes:,} bytes but the smallest possible has "
+            f"{CHUNK_ALIGN_BYTES:,}; raise device_bytes"
         )
     page_numel = page_elements(itemsize)
     smallest = round_up(int(min_chunk_size_mb * _MEGA) // itemsize, page_numel)

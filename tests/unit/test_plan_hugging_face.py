@@ -161,7 +161,7 @@ def test_a_config_that_transformers_refuses_is_one_line(
 
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoConfig=AutoConfig))
-    with pytest.raises(ConfigError, match="no 'llama' model: no heads to speak of") as refusal:
+    with pytest.raises(ConfigError, match="as a 'llama' model: no heads to speak of") as refusal:
         find_model(str(tmp_path), ModelOptions(32, checkpointing=False))
     assert len(str(refusal.value).replace(str(tmp_path), "")) < 500
 

@@ -128,7 +128,7 @@ def test_verbose_logs_the_lines_and_nothing_is_printed(
         ({"search_range_mb": -1}, "search_range_mb is -1"),
         ({"hidden_dim": 0, "min_chunk_size_mb": KIB_AS_MB}, "hidden_dim is 0"),
         ({"itemsize": 3}, "itemsize is 3"),
-        ({"max_chunk_bytes": 4095}, "4095"),
+        ({"max_chunk_bytes": 4095}, "4,095"),
     ],
 )
 def test_sizes_that_allow_no_chunk_are_refused(options: dict, named_thing: str) -> None:
