@@ -29,7 +29,6 @@ from torch.nn.parameter import is_lazy
 from gemini.chunk.chunk import BLOCK_NUMEL
 from gemini.comm.peers import CUT_NUMEL
 from gemini.errors import ConfigError
-from gemini.system.config import format_bytes
 
 logger = logging.getLogger(__name__)
 
