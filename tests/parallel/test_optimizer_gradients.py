@@ -137,7 +137,7 @@ def test_a_boosted_optimizer_says_the_same() -> None:
 def test_a_parameter_of_another_model_is_refused() -> None:
     for make in (gemini, low_level):
         _, optimizer = make()
-        with pytest.raises(ConfigError, match=r"does not belong to this optimizer"):
+        with pytest.raises(ConfigError, match="does not belong to this optimizer"):
             optimizer.get_param_grad(nn.Parameter(torch.ones(3)))
     model = GeminiDDP(net())
     optimizer = GeminiOptimizer(CPUAdam(model.parameters()), model, overlap="backward")
