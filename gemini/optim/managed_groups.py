@@ -642,8 +642,8 @@ class ManagedGroups(WrappedOptimizer):
         slot: ManagedSlot | None = getattr(param, "_slot", None)
         if slot is None or slot not in self.slots:
             raise ConfigError(
-                f"a parameter of shape {tuple(param.shape)} does not belong to this optimizer; pass a parameter "
-                "of its model that is in its param_groups"
+                f"a parameter of shape {tuple(param.shape)} does not belong to this optimizer; pass a "
+                "parameter of its model that is in its param_groups"
             )
         return slot
 
