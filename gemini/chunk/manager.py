@@ -78,8 +78,7 @@ class DiskFile:
             self._keep_places_within_budget(budgets.disk_dir)
 
     def _keep_places_within_budget(self, directory: str) -> None:
-        """Ensure that no space must be given back: places for later chunks are limited to the rest of the
-        budget."""
+        """Limit the places for later chunks to the rest of the budget, so that no space is given back."""
         if self._chunk_bytes > self._budget_bytes:
             self.close()
             raise self._keeps_all(directory, self._chunk_bytes)

@@ -157,7 +157,7 @@ class Heartbeats:
         return timedelta(seconds=2 * self.patience_s + nbytes / _SLOWEST_BYTES_PER_S)
 
     def leave(self, why: str) -> None:
-        """Tell the other ranks that this one makes no more calls, and ``why``. Idempotent."""
+        """Tell the other ranks ``why`` this rank has stopped making calls. Idempotent."""
         if not self._left:
             self._left = why
             self._wake.set()

@@ -25,7 +25,7 @@ class RankState:
         begun: the number of collectives over all ranks that it has begun.
         computed: CPU time of its thread, in tenths of a second.
         pulse: the address at which its process can be asked whether it is alive.
-        left: why it makes no more calls; "" while it does.
+        left: why it has stopped making calls; "" until then.
     """
 
     beat: int = 0

@@ -392,7 +392,7 @@ class ProcessGroupPeers(Peers):
         self._reduce(values, dist.ReduceOp.MAX, "looks for overflow (step) or takes a norm (clipping)")
 
     def leave(self, why: str) -> None:
-        """Tell the other ranks that this one makes no more calls with them, and ``why``. Idempotent."""
+        """Tell the other ranks ``why`` this rank has stopped making calls with them. Idempotent."""
         self.heartbeats.leave(why)
 
     def _reduce(self, values: torch.Tensor, how: Any, doing: str) -> None:

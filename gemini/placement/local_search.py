@@ -1,5 +1,5 @@
-"""Local search: changes a plan step by step, within an effort limit. A change is kept if the step becomes no
-slower, or slower by no more than its transfers take less from computing.
+"""Local search: changes a plan step by step, within an effort limit. A change is kept if the step
+does not become slower, or if its transfers save at least as much computing time as the step loses.
 
 A change is not simulated from the start: the steady state of the current plan continues with the changed one
 for two steps. Most changes are rejected during the first step.

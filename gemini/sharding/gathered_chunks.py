@@ -239,7 +239,7 @@ class GatheredChunks:
         return None
 
     def make_room(self, wanted: Sequence[int], in_use: Iterable[int]) -> None:
-        """Close the chunks with the furthest next use until ``wanted`` fit, or no more can be closed."""
+        """Close the chunks with the furthest next use until ``wanted`` fit or none is left to close."""
         victims = self._victims((*in_use, *wanted))
         while victims and self._missing_bytes(wanted) > 0:
             self._each[victims.pop()].close()

@@ -1,4 +1,4 @@
-"""Pages of memory: emptying them, and letting go of those that are still what a mapped file has."""
+"""Return pages of memory to the system: those of freed buffers, and those of tensors that map a file."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ _IS_SHARED = np.uint64(1 << 61)  # a page of a file, or of shared memory
 
 
 def empty_pages(start: int, stop: int) -> None:
-    """Have the system take back the pages between two addresses, which are at borders of pages. Private
-    memory is zero then; mapped files and shared memory are as they were. Advice: where the system refuses
-    (larger pages, locked memory) nothing changes."""
+    """Return the pages between two page-aligned addresses to the system. Private memory reads as zeros
+    afterwards; mapped files and shared memory keep their content. If the system refuses (huge or locked
+    pages), nothing changes."""
     if stop > start:
         _madvise()(start, stop - start, _MADV_DONTNEED)
 
 
 def release_file_pages(tensor: torch.Tensor) -> None:
-    """Take the pages of a tensor that was read from a mapped file out of this process's memory. A later read
-    gets the same values from the file. Nothing happens where a page is not the file's any more: somebody
-    has written to it, or it never was."""
+    """Remove the pages of a tensor that maps a file from this process's memory. A later read gets the same
+    values from the file. Nothing happens if any page is private: it was written to, or no file backs it."""
     if tensor.device.type != "cpu" or tensor.untyped_storage().nbytes() < LEAST_BYTES:
         return
     begin = tensor.data_ptr()

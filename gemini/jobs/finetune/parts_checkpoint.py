@@ -1,5 +1,5 @@
-"""Checkpoints of a model that ranks have in parts: those of :mod:`gemini.checkpoint`, of the whole model, so
-that a run goes on from them with any layout, or without one.
+"""Checkpoints of a model that is divided among ranks. They have the format of :mod:`gemini.checkpoint` and
+hold the whole model, so a run can resume from them in any layout.
 
 The first rank writes whole tensors, one at a time. Each rank reads whole tensors and keeps its part.
 """
@@ -37,8 +37,12 @@ from gemini.system import rng
 
 @dataclass(frozen=True)
 class PartOfModel:
-    """A boosted model, of which this ``rank`` has a part, and its Adam, which keeps moments in
-    ``state_format``. ``sizes``: into how many parts a copy of the model is cut, by what."""
+    """This rank's part of a boosted model, and its Adam.
+
+    Attributes:
+        state_format: the format of the moments.
+        sizes: the number of parts of one copy of the model, by axis.
+    """
 
     booster: Booster
     plugin: PartsPlugin
@@ -72,8 +76,8 @@ def save(directory: Path, part: PartOfModel, scheduler: Scheduler, extra: Mappin
 
 def load(directory: Path, part: PartOfModel, scheduler: Scheduler) -> dict[str, Any]:
     """Read the newest whole checkpoint in ``directory``, of a run with any layout; return its ``extra``.
-    Ranks that have the same parts as those that saved it draw the random numbers that those would have drawn.
-    For other parts these do not do: ranks along tp must draw the same ones. All ranks call this.
+    Collective: all ranks call it. If the layout is the one that saved it, random numbers continue as in that
+    run. Otherwise they do not, because ranks along tp must draw equal numbers.
 
     Raises:
         CheckpointError: there is none, all are damaged, or it was made for another model.
@@ -116,7 +120,7 @@ def _manifest(
     scheduler: Scheduler,
     extra: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return what ``manifest.json`` says besides files (docs/notes/checkpoint.md)."""
+    """Return the entries of ``manifest.json`` other than its files (docs/notes/checkpoint.md)."""
     tensors = {source.spec.name: whole.tensors[source.spec.name] for source in weights.sources}
     require_holdable([source.spec for source in weights.sources], weights.aliases)
     params = {name: value for name, value in tensors.items() if name in whole.parameters}
@@ -148,13 +152,13 @@ def _manifest(
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group without what torch's optimizer adds for its own."""
+    """Return the settings of a group without those that torch's optimizer adds for itself."""
     return {name: value for name, value in group.items() if name != "decoupled_weight_decay"}
 
 
 class _Files:
     """The files of the first rank; other ranks have none. An error is raised by :meth:`finish`: until then
-    the rank takes part in the streams, so that no other waits for it."""
+    the rank takes part in the streams, so that no other rank waits for it."""
 
     def __init__(
         self,
@@ -170,7 +174,8 @@ class _Files:
         self._states: dict[str, TensorFile] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._writer = writer
-        self._entry: tuple[str, dict[str, torch.Tensor]] = ("", {})  # what has come of a parameter's states
+        # A parameter, and those of its states that have arrived.
+        self._entry: tuple[str, dict[str, torch.Tensor]] = ("", {})
         self._error: BaseException | None = None
         self._leads = writer.rank.index == 0
         self._attempt(lambda: self._open(whole, weights, stepped))
@@ -203,7 +208,7 @@ class _Files:
                 found[name] = [(0, math.prod(spec.shape), label, spec.name)]
 
     def weight_sink(self, source: TensorSource) -> Callable[[torch.Tensor], None]:
-        """Return what takes the whole tensor of ``source``."""
+        """Return a function that writes the whole tensor of ``source``."""
         name = source.spec.name
 
         def take(whole: torch.Tensor) -> None:
@@ -216,7 +221,7 @@ class _Files:
         return lambda whole: self._attempt(lambda: take(whole))
 
     def state_sink(self, source: TensorSource) -> Callable[[torch.Tensor], None]:
-        """Return what takes a whole state."""
+        """Return a function that writes a whole state."""
         name, _, state = source.spec.name.rpartition("/")
 
         def take(whole: torch.Tensor) -> None:
@@ -228,7 +233,7 @@ class _Files:
         return lambda whole: self._attempt(lambda: take(whole))
 
     def _write_entry(self) -> None:
-        """Write the states of a parameter, which have all come, in the format of the moments."""
+        """Write the states of a parameter in the format of the moments, once all of them have arrived."""
         name, entry = self._entry
         if not entry:
             return
@@ -239,7 +244,7 @@ class _Files:
                 self._states[range_name].write(range_name, 0, values.reshape(-1))
 
     def finish(self) -> None:
-        """Write what is left. Raises what failed."""
+        """Write the remaining states. Raises the error of an earlier write."""
         self._attempt(self._write_entry)
         if self._buffers:
             self._attempt(lambda: self._writer.add_buffers(contents.BUFFERS, self._buffers))

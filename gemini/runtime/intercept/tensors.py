@@ -251,7 +251,7 @@ def make_managed(
 @contextmanager
 def resident(params: Sequence[torch.nn.Parameter]) -> Iterator[None]:
     """Let operators take ``params``, of one model that stays on DEVICE, without interception within the
-    block; afterwards note which of them were written to."""
+    block; then record the ones that it wrote."""
     if not params:
         yield
         return
