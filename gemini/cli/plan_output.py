@@ -40,14 +40,14 @@ def render(report: Report, console: Console) -> None:
 def render_collectives(speeds: CollectiveSpeeds, console: Console) -> None:
     """Print the speeds of collectives."""
     table = Table(title="between ranks", title_justify="left", box=None)
-    for name in ("collective", "ranks", "latency", "bytes per second", "1 MiB takes"):
+    for name in ("collective", "ranks", "latency", "speed", "1 MiB takes"):
         table.add_column(name, justify="left" if name == "collective" else "right")
     for each in speeds.records:
         table.add_row(
             each.kind,
             str(each.ranks),
             f"{each.latency_seconds.value * 1e3:.3f} ms",
-            format_bytes(int(each.bytes_per_second.value)),
+            f"{format_bytes(int(each.bytes_per_second.value))}/s",
             f"{each.seconds(2**20) * 1e3:.2f} ms",
         )
     console.print(table)

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace, asked: ModelOptions, source: ModelSource, s
 
     Raises:
         ConfigError: the pins exclude everything, or the machine has no speeds of collectives.
-        StateError: plans were to be measured, and none could be run.
+        StateError: --measure was given, and no plan could be run.
     """
     question = question_of(options, settings)
     example = source.example(1)
