@@ -19,37 +19,23 @@ from gemini.parallel.booster import (
 from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Mesh
 from gemini.parallel.partition import Partition
-from gemini.parallel.plan import (
-    LeftOut,
-    ParallelPlan,
-    PlanBudgets,
-    Prediction,
-    RankPrediction,
-    RunnerUp,
-    fingerprint,
-)
-from gemini.parallel.sequence import SequenceParallel, parallelize_sequence
+from gemini.parallel.plan import ParallelPlan, Prediction, fingerprint
+from gemini.parallel.sequence import parallelize_sequence
 from gemini.parallel.tensor import parallelize
-from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
+from gemini.parallel.zero import LowLevelZeroOptimizer
 
 __all__ = [
     "Booster",
     "GeminiPlugin",
     "HybridParallelPlugin",
     "Layout",
-    "LeftOut",
-    "LowLevelZeroModel",
     "LowLevelZeroOptimizer",
     "LowLevelZeroPlugin",
     "Mesh",
     "MoeHybridParallelPlugin",
     "ParallelPlan",
     "Partition",
-    "PlanBudgets",
     "Prediction",
-    "RankPrediction",
-    "RunnerUp",
-    "SequenceParallel",
     "TorchDDPPlugin",
     "TorchFSDPPlugin",
     "fingerprint",

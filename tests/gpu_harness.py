@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini import _C, GeminiDDP, GeminiOptimizer, HybridAdam
-from gemini.chunk import ComputeDevice
 from gemini.chunk.gpu_memory import CudaDevice, GpuMemory, SimulatedDevice
+from gemini.chunk.memory import ComputeDevice
 from gemini.optim import chunk_update, gradients, rule, step_rows
 from gemini.optim.kernels import AdamRow
 

@@ -6,16 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from gemini.parallel import (
-    Layout,
-    LeftOut,
-    ParallelPlan,
-    PlanBudgets,
-    Prediction,
-    RankPrediction,
-    RunnerUp,
-    fingerprint,
-)
+from gemini.parallel import Layout, ParallelPlan, Prediction, fingerprint
+from gemini.parallel.plan import LeftOut, PlanBudgets, RankPrediction, RunnerUp
 
 MIB = 2**20
 

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gemini.chunk import ComputeDevice
 from gemini.chunk.gpu_memory import CudaDevice, SimulatedDevice
+from gemini.chunk.memory import ComputeDevice
 from gemini.errors import ConfigError
-from gemini.memstats import MemoryMonitor, ProcessMonitor
+from gemini.memstats.monitor import MemoryMonitor, ProcessMonitor
 from gemini.model.ddp import GeminiDDP
 from gemini.optim.kernels import has_cuda_kernel
 from gemini.system import device

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import gemini
-from gemini.memstats import ProcessMonitor
+from gemini.memstats.monitor import ProcessMonitor
 from gemini_bench.paired import Spread, spread_row
 from gemini_bench.record import Row
 from gemini_bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session

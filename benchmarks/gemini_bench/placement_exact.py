@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from gemini.errors import StateError
-from gemini.memstats import LinkSpeed
+from gemini.memstats.trace import LinkSpeed
 from gemini.placement.problem import Iteration, Machine
 
 _UNIT = 1000  # bytes of a chunk

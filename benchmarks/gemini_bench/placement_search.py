@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from gemini.memstats import LinkSpeed
+from gemini.memstats.trace import LinkSpeed
 from gemini.placement.planner import choose_plan
 from gemini.placement.problem import Iteration, Machine
 from gemini.placement.simulator import Simulator

@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from gemini.errors import ConfigError, OutOfBudgetError
-from gemini.memstats import LinkSpeed, Trace
+from gemini.memstats import Trace
+from gemini.memstats.trace import LinkSpeed
 from gemini.placement.bound import lower_bound
 from gemini.placement.planner import choose_plan
 from gemini.placement.problem import Iteration, Machine

@@ -199,7 +199,7 @@ class Campaign:
     ) -> list[Lived]:
         if run.ranks == 1:
             return live([run.program(place, fresh=fresh)], [setting], [kill])
-        from gemini.parallel.launch import free_port
+        from gemini.parallel.launch.launching import free_port
 
         port = str(free_port())
         settings = [

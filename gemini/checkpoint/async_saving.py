@@ -33,12 +33,14 @@ from gemini.checkpoint.saving import (
 )
 from gemini.checkpoint.sealed_file import MEMORY_ALIGN
 from gemini.checkpoint.tensor_file import settled
-from gemini.chunk import Chunk, TensorIds
+from gemini.chunk import Chunk
+from gemini.chunk.chunk import TensorIds
 from gemini.errors import CheckpointError, ConfigError
 from gemini.model.handle import ManagedModel
 from gemini.offload.async_file import direct_memory
 from gemini.optim.gemini_optimizer import GeminiOptimizer
-from gemini.runtime import ManagedSlot, StatePiece
+from gemini.runtime.gate.gradients import StatePiece
+from gemini.runtime.storage.model_storage import ManagedSlot
 from gemini.system import rng
 from gemini.system.config import parse_bytes
 from gemini.system.threads import start_thread
@@ -111,7 +113,7 @@ class _Ended(Exception):
 class SaveHandle:
     """A running asynchronous save. Its methods are for the training thread; another thread writes.
 
-    Implements :class:`gemini.runtime.Snapshot` for its model.
+    Implements :class:`gemini.runtime.gate.pending_work.Snapshot` for its model.
     """
 
     def __init__(

@@ -26,8 +26,9 @@ from gemini.errors import CheckpointError, ConfigError
 from gemini.model.handle import ManagedModel, handle_of
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.self_managed import driver_of
-from gemini.runtime import ManagedParameter, ManagedSlot, ManagedTensor
-from gemini.runtime.storage.model_storage import slot_of
+from gemini.runtime import ManagedParameter
+from gemini.runtime.intercept.tensors import ManagedTensor
+from gemini.runtime.storage.model_storage import ManagedSlot, slot_of
 
 BUFFERS = "model-buffers.safetensors"
 MODEL_INDEX = "model.safetensors.index.json"

@@ -51,7 +51,7 @@ from gemini.model.handle import ManagedModel
 from gemini.model.weights import import_others
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.state_exchange import note_frozen, replace_step_counts, write_state, write_state_range
-from gemini.runtime import write_range, write_values
+from gemini.runtime.adopt import write_range, write_values
 from gemini.system import rng
 from gemini.system.process import shown_as
 

@@ -56,7 +56,9 @@ from gemini.comm.ranks import Rank
 from gemini.errors import CheckpointError, ConfigError, IoError
 from gemini.model.handle import ManagedModel
 from gemini.optim.gemini_optimizer import GeminiOptimizer
-from gemini.runtime import MASTER, ChunkGroup, ManagedSlot, StatePiece, read_values, refresh_master
+from gemini.runtime.adopt import read_values, refresh_master
+from gemini.runtime.gate.gradients import MASTER, StatePiece
+from gemini.runtime.storage.model_storage import ChunkGroup, ManagedSlot
 from gemini.system import rng
 from gemini.system.config import parse_bytes
 from gemini.system.process import shown_as

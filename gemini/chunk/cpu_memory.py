@@ -9,7 +9,7 @@ import torch
 from gemini import _C
 from gemini.chunk.layout import TENSOR_ALIGN_BYTES
 from gemini.chunk.memory import AnyMemory, GrowingSpace, StoredChunk, TierBudgets
-from gemini.memstats import MemoryMonitor, ProcessMonitor
+from gemini.memstats.monitor import MemoryMonitor, ProcessMonitor
 from gemini.offload.async_file import AsyncFile
 from gemini.system.device import free_memory_bytes
 

@@ -18,7 +18,7 @@ from gemini import _C
 from gemini.chunk.layout import TENSOR_ALIGN_BYTES
 from gemini.chunk.memory import AnyMemory, GrowingSpace, StoredChunk, TierBudgets
 from gemini.errors import DeviceFullError, OutOfBudgetError, StateError
-from gemini.memstats import FakeMonitor, MemoryMonitor
+from gemini.memstats.monitor import FakeMonitor, MemoryMonitor
 from gemini.offload.async_file import AsyncFile
 from gemini.system.device import (
     AllocatorMonitor,

@@ -16,7 +16,7 @@ import torch
 
 from gemini import _C
 from gemini.errors import GeminiError
-from gemini.memstats import MemoryMonitor
+from gemini.memstats.monitor import MemoryMonitor
 from gemini.offload.async_file import AsyncFile
 
 _FIRST_BYTES = 256 * 2**20

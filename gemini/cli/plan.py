@@ -59,7 +59,7 @@ _SAMPLE_SECONDS = 5.0
 _DTYPES = ("fp32", "bf16", "fp16")
 _AXES = ("tp", "pp", "sp", "dp")
 _SEQUENCE_MODES = ("ulysses", "ring")
-# Same as gemini.parallel.pipeline.SCHEDULES; importing that would import torch, which takes seconds.
+# Same as gemini.parallel.pipeline.orders.SCHEDULES; importing that would import torch, which takes seconds.
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")
 EXIT_MISFIT = 1
 

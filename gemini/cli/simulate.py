@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from gemini.cli.console import Console, print_json
 from gemini.errors import ConfigError
-from gemini.memstats import LINKS, LinkSpeed, Trace
+from gemini.memstats import Trace
+from gemini.memstats.trace import LINKS, LinkSpeed
 from gemini.system.config import format_bytes, parse_bytes
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from torch import nn
 
 from gemini.comm.groups import alone
 from gemini.errors import ConfigError
-from gemini.memstats import LinkSpeed
 from gemini.memstats.collectives import CollectiveSpeeds
+from gemini.memstats.trace import LinkSpeed
 from gemini.model.ddp import GeminiDDP
 from gemini.optim import CPUAdam, GeminiOptimizer
 from gemini.optim.kernels import AdamHyper, adam_update

@@ -21,9 +21,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from gemini.chunk import ChunkManager, ChunkSpec, ComputeDevice, TensorIds, TierBudgets
+from gemini.chunk import ChunkManager, TierBudgets
+from gemini.chunk.chunk import ChunkSpec, TensorIds
 from gemini.chunk.cpu_memory import CpuDevice
-from gemini.chunk.memory import AnyMemory
+from gemini.chunk.memory import AnyMemory, ComputeDevice
 from gemini.errors import ConfigError, GeminiError
 from gemini.forecast.meter import Meter, Period
 from gemini.memstats import Trace
@@ -36,7 +37,7 @@ from gemini.optim.chunk_update import ChunkUpdate
 from gemini.optim.gradients import visit_gradients
 from gemini.optim.rule import Part
 from gemini.placement import TierCapacity
-from gemini.runtime import ChunkGroup, GeminiManager, ModelStorage, init_on
+from gemini.runtime import GeminiManager, init_on
 from gemini.runtime.adopt import manage, manage_quantized
 from gemini.runtime.build import Blueprint, Built
 from gemini.runtime.config import GeminiConfig
@@ -47,7 +48,7 @@ from gemini.runtime.intercept.nested import map_tensors
 from gemini.runtime.intercept.precision import is_quantized
 from gemini.runtime.intercept.quantized import form_of, like
 from gemini.runtime.intercept.quantized_operators import QuantizedParameter
-from gemini.runtime.storage.model_storage import ManagedSlot
+from gemini.runtime.storage.model_storage import ChunkGroup, ManagedSlot, ModelStorage
 
 _UNLIMITED = 2**62
 

@@ -33,8 +33,8 @@ from gemini.parallel.mesh import Axis
 from gemini.parallel.partition import Cut
 from gemini.parallel.tensor.parallelize import cut_without_values
 from gemini.parallel.tensor.region import Region
-from gemini.runtime import Filling
 from gemini.runtime.build import Built
+from gemini.runtime.growth import Filling
 from gemini.runtime.storage.model_storage import ManagedSlot, slot_of
 from gemini.system.input_files import errors_of
 

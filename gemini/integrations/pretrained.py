@@ -19,7 +19,9 @@ from gemini.integrations.stored_weights import StoredWeights, UnreadTensor
 from gemini.model.ddp import GeminiDDP
 from gemini.model.in_place import manage_without_values
 from gemini.model.weights import import_weights
-from gemini.runtime import Filling, init_on, initialize_buffers
+from gemini.runtime import init_on
+from gemini.runtime.growth import Filling
+from gemini.runtime.storage.initialization import initialize_buffers
 from gemini.runtime.storage.model_storage import ManagedSlot
 from gemini.system.config import did_you_mean, keyword_names
 

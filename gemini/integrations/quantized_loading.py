@@ -22,8 +22,9 @@ from gemini import _C
 from gemini.errors import ConfigError
 from gemini.integrations.model_directory import CONFIG, MAX_CONFIG_BYTES
 from gemini.integrations.safetensors_files import SafetensorsFiles
-from gemini.runtime import Filling, init_on
+from gemini.runtime import init_on
 from gemini.runtime.adopt import Adopted
+from gemini.runtime.growth import Filling
 from gemini.runtime.intercept.precision import is_quantized
 from gemini.runtime.intercept.quantized import form_of, like
 from gemini.runtime.storage.model_storage import ManagedSlot, ModelStorage

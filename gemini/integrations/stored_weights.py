@@ -26,8 +26,8 @@ from gemini.chunk import Chunk, CutChunk
 from gemini.chunk.manager import Parts
 from gemini.errors import InputError
 from gemini.integrations.safetensors_files import SafetensorsFiles, StoredTensor
-from gemini.runtime import Filling
 from gemini.runtime.build import Built
+from gemini.runtime.growth import Filling
 from gemini.runtime.manager import GeminiManager
 from gemini.runtime.storage.model_storage import ChunkGroup, ManagedSlot, ModelStorage
 from gemini.system.input_files import AGAIN

@@ -34,9 +34,10 @@ from gemini.integrations.quantized_saving import flatten_managed
 from gemini.integrations.safetensors_files import SafetensorsFiles
 from gemini.integrations.stored_weights import StoredWeights, UnreadTensor
 from gemini.model.in_place import InPlace, Opened, manage, manage_without_values
-from gemini.runtime import Filling, ManagedParameter, init_on, read_values
-from gemini.runtime.adopt import Adopted
+from gemini.runtime import ManagedParameter, init_on
+from gemini.runtime.adopt import Adopted, read_values
 from gemini.runtime.build import Built
+from gemini.runtime.growth import Filling
 from gemini.runtime.storage.model_storage import ManagedSlot, slot_of
 from gemini.system.input_files import InputDirectory, errors_of
 

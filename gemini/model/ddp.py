@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 from torch import nn
 
-from gemini.chunk import ComputeDevice
+from gemini.chunk.memory import ComputeDevice
 from gemini.comm.peers import ModelRanks, OwnExperts
 from gemini.comm.ranks import ProcessGroupPeers, make_peers
 from gemini.errors import ConfigError
@@ -27,10 +27,10 @@ from gemini.model.retry import retry_step
 from gemini.model.tiled_heads import fit_heads
 from gemini.model.weights import export_shards, export_weights, import_weights
 from gemini.placement import PlacementPolicy, PlanReport
-from gemini.runtime import ManagedTensor
 from gemini.runtime.build import build_runtime
 from gemini.runtime.config import GeminiConfig, open_device, prepared
 from gemini.runtime.gate.guards import in_one_thread
+from gemini.runtime.intercept.tensors import ManagedTensor
 from gemini.timeline import TimelineRecorder
 
 T = TypeVar("T")

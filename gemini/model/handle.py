@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from gemini import _C
-from gemini.chunk import ComputeDevice
+from gemini.chunk.memory import ComputeDevice
 from gemini.comm.peers import Peers, require_equal
 from gemini.comm.ranks import ProcessGroupPeers, Rank
 from gemini.errors import ConfigError, StateError
@@ -28,7 +28,6 @@ from gemini.model.entries import Entries
 from gemini.model.foreign_classes import intercept_foreign_classes
 from gemini.model.tiled_heads import TiledHeads
 from gemini.placement import PlanReport
-from gemini.runtime import ManagedSlot
 from gemini.runtime.adopt import Adopted, collected_once, release_adopted, second_names
 from gemini.runtime.arrivals import Changes, adopt_new, find_changes
 from gemini.runtime.build import Built
@@ -44,7 +43,7 @@ from gemini.runtime.intercept.tensors import MANAGED_PARAMETERS, ManagedParamete
 from gemini.runtime.manager import GeminiManager
 from gemini.runtime.step.evaluations import Call
 from gemini.runtime.storage.gradient import SlotGradient
-from gemini.runtime.storage.model_storage import ModelStorage, slot_of
+from gemini.runtime.storage.model_storage import ManagedSlot, ModelStorage, slot_of
 from gemini.sharding.rounds import Joining
 from gemini.system.config import format_bytes
 from gemini.timeline import TimelineRecorder

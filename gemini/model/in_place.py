@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from gemini.chunk import ComputeDevice
+from gemini.chunk.memory import ComputeDevice
 from gemini.comm.peers import ModelRanks
 from gemini.comm.ranks import ProcessGroupPeers, make_peers
 from gemini.errors import ConfigError
@@ -20,10 +20,10 @@ from gemini.model.handle import ManagedModel
 from gemini.model.retry import retry_step
 from gemini.model.tiled_heads import fit_heads
 from gemini.model.weights import export_shards, export_weights, import_weights
-from gemini.runtime import ManagedTensor
 from gemini.runtime.build import Built, build_runtime
 from gemini.runtime.config import GeminiConfig, open_device, prepared
 from gemini.runtime.gate.guards import in_one_thread
+from gemini.runtime.intercept.tensors import ManagedTensor
 from gemini.system.config import keyword_names, refuse_unknown
 
 T = TypeVar("T")

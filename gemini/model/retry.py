@@ -12,8 +12,9 @@ import torch
 
 from gemini.errors import ConfigError, OutOfBudgetError, StateError
 from gemini.model.handle import ManagedModel
-from gemini.runtime import ManagedParameter, ManagedTensor
+from gemini.runtime import ManagedParameter
 from gemini.runtime.gate.gate import Gate, others
+from gemini.runtime.intercept.tensors import ManagedTensor
 from gemini.runtime.manager import drop_locals
 from gemini.system import rng
 from gemini.system.config import format_bytes

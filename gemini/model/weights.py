@@ -23,18 +23,11 @@ from torch.overrides import TorchFunctionMode
 from gemini.errors import ConfigError, StateError
 from gemini.model.handle import ManagedModel
 from gemini.offload.mapped_tensors import IN_MEMORY, MappedTensors, Place
-from gemini.runtime import (
-    GeminiManager,
-    ManagedParameter,
-    ManagedSlot,
-    ManagedTensor,
-    read_values,
-    write_values,
-)
-from gemini.runtime.adopt import read_quantized, write_quantized
+from gemini.runtime import GeminiManager, ManagedParameter
+from gemini.runtime.adopt import read_quantized, read_values, write_quantized, write_values
 from gemini.runtime.intercept.quantized_operators import QuantizedParameter
-from gemini.runtime.intercept.tensors import plain_copy
-from gemini.runtime.storage.model_storage import slot_of
+from gemini.runtime.intercept.tensors import ManagedTensor, plain_copy
+from gemini.runtime.storage.model_storage import ManagedSlot, slot_of
 from gemini.system.config import parse_bytes
 from gemini.system.process import paused_collector
 

@@ -15,7 +15,8 @@ from weakref import WeakMethod
 from gemini.errors import IoError, OutOfBudgetError, StateError
 from gemini.memstats.trace import OPTIMIZER
 from gemini.optim.chunk_update import ChunkUpdate, Completeness
-from gemini.runtime import ChunkGroup, GeminiManager, ManagedSlot, ModelStorage
+from gemini.runtime import GeminiManager
+from gemini.runtime.storage.model_storage import ChunkGroup, ManagedSlot, ModelStorage
 
 logger = logging.getLogger(__name__)
 

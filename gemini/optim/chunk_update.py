@@ -15,10 +15,10 @@ from gemini.chunk.chunk import StateSpec
 from gemini.optim.host_update import HostPart, prepare_on_host
 from gemini.optim.rule import Part, UpdateRule, UpdateStep
 from gemini.optim.whole_parameter import WholeOverRanks, WholeParameter
-from gemini.runtime import MASTER, ChunkGroup, GeminiManager, ManagedSlot, StatePiece
-from gemini.runtime.gate.gradients import Place
+from gemini.runtime import GeminiManager
+from gemini.runtime.gate.gradients import MASTER, Place, StatePiece
 from gemini.runtime.gate.pending_work import GivenWork, PendingUpdate
-from gemini.runtime.storage.model_storage import HALF_LOADED, Mixture, Room
+from gemini.runtime.storage.model_storage import HALF_LOADED, ChunkGroup, ManagedSlot, Mixture, Room
 from gemini.system.process import paused_collector, shown_as
 
 _HALF_UPDATED = "the last step failed half-way and updated only some parameters"

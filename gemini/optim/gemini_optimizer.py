@@ -57,10 +57,10 @@ from gemini.optim.state_exchange import (
     import_together,
     take_over_state,
 )
-from gemini.runtime import ChunkGroup, GeminiManager, ManagedParameter, ManagedSlot, ModelStorage
+from gemini.runtime import GeminiManager, ManagedParameter
 from gemini.runtime.gate.gradients import ScaledLosses
 from gemini.runtime.gate.guards import in_one_thread
-from gemini.runtime.storage.model_storage import HALF_LOADED, slot_of
+from gemini.runtime.storage.model_storage import HALF_LOADED, ChunkGroup, ManagedSlot, ModelStorage, slot_of
 from gemini.system.config import keyword_names, refuse_unknown
 from gemini.system.process import paused_collector
 

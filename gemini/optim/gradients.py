@@ -22,8 +22,9 @@ from gemini.comm.peers import Peers, Topic
 from gemini.errors import ConfigError, StateError
 from gemini.model.handle import ManagedModel
 from gemini.optim.kernels import GradScale, sum_of_squares
-from gemini.runtime import GeminiManager, ManagedSlot, ModelStorage
+from gemini.runtime import GeminiManager
 from gemini.runtime.storage.cut_gradient import CutGradient
+from gemini.runtime.storage.model_storage import ManagedSlot, ModelStorage
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from gemini.chunk import ChunkManager, CutChunk, host_tensor
-from gemini.chunk.chunk import StateSpec
+from gemini.chunk import ChunkManager, CutChunk
+from gemini.chunk.chunk import StateSpec, host_tensor
 from gemini.errors import StateError
 from gemini.optim.kernels import AdamHyper, AdamRow, AdamStep, GradScale, run_rows
 from gemini.optim.rule import Part, UpdateRule, UpdateStep
-from gemini.runtime import MASTER, ChunkGroup, ManagedSlot, StatePiece
+from gemini.runtime.gate.gradients import MASTER, StatePiece
+from gemini.runtime.storage.model_storage import ChunkGroup, ManagedSlot
 
 # Smallest and largest trial: four tensors of 8 MiB or 128 MiB each, the latter beyond the caches of servers.
 _TRIED_ELEMENTS = 2**21, 2**25

@@ -37,9 +37,10 @@ from gemini.optim.state_exchange import (
     slots_in_order,
 )
 from gemini.optim.wrapped_optimizer import WrappedOptimizer, refuse_states_of
-from gemini.runtime import ChunkGroup, ManagedParameter, ManagedSlot
+from gemini.runtime import ManagedParameter
 from gemini.runtime.storage.data_sizes import Kept
 from gemini.runtime.storage.host_choice import HostUpdates
+from gemini.runtime.storage.model_storage import ChunkGroup, ManagedSlot
 from gemini.system.config import format_bytes, format_enough
 from gemini.system.threads import usable_processors
 

@@ -11,7 +11,7 @@ from gemini.chunk.chunk import StateSpec
 from gemini.model.handle import ManagedModel
 from gemini.optim.gradients import LossScale
 from gemini.optim.rule import UpdateRule
-from gemini.runtime import ManagedSlot
+from gemini.runtime.storage.model_storage import ManagedSlot
 
 
 class ManagedOptimizer(Protocol):

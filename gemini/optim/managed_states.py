@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gemini.errors import StateError
 from gemini.optim.managed_optimizer import ManagedOptimizer
 from gemini.optim.state_exchange import counted_steps, entries
-from gemini.runtime import ManagedSlot, read_state
+from gemini.runtime.adopt import read_state
+from gemini.runtime.storage.model_storage import ManagedSlot
 
 
 def refuse_write() -> NoReturn:

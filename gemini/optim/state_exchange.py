@@ -24,7 +24,8 @@ from gemini.optim.managed_optimizer import ManagedOptimizer
 from gemini.optim.rule import ABSENT
 from gemini.optim.self_managed import SelfManaged
 from gemini.optim.wrapped_optimizer import hooks_set_aside
-from gemini.runtime import ManagedSlot, read_state
+from gemini.runtime.adopt import read_state
+from gemini.runtime.storage.model_storage import ManagedSlot
 from gemini.system.config import parse_bytes
 
 logger = logging.getLogger(__name__)

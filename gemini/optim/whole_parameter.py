@@ -11,9 +11,9 @@ import torch
 from gemini.chunk import ChunkManager
 from gemini.chunk.chunk import StateSpec
 from gemini.optim.rule import Part, UpdateStep
-from gemini.runtime import MASTER, ChunkGroup, ManagedSlot, StatePiece
+from gemini.runtime.gate.gradients import MASTER, StatePiece
 from gemini.runtime.storage.data_sizes import places_in_room
-from gemini.runtime.storage.model_storage import Room
+from gemini.runtime.storage.model_storage import ChunkGroup, ManagedSlot, Room
 from gemini.sharding.sharding import Sharding
 
 

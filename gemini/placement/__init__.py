@@ -1,14 +1,7 @@
 """Placement: decides how much of each tier model data may take. Policies return plans; the runtime executes
 them."""
 
-from gemini.placement.policies import (
-    ModelDataSize,
-    PlacementPlan,
-    PlacementPolicy,
-    TierCapacity,
-    make_policy,
-    policies,
-)
+from gemini.placement.policies import ModelDataSize, PlacementPlan, PlacementPolicy, TierCapacity, policies
 from gemini.placement.report import PlanReport
 
 __all__ = [
@@ -17,6 +10,5 @@ __all__ = [
     "PlacementPolicy",
     "PlanReport",
     "TierCapacity",
-    "make_policy",
     "policies",
 ]

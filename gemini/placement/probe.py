@@ -15,10 +15,10 @@ from statistics import median
 from typing import Any
 
 from gemini import _C
-from gemini.chunk import CPU, ComputeDevice, TierBudgets
-from gemini.chunk.memory import AnyMemory
+from gemini.chunk import CPU, TierBudgets
+from gemini.chunk.memory import AnyMemory, ComputeDevice
 from gemini.errors import ConfigError, IoError, OutOfBudgetError
-from gemini.memstats import LinkSpeed
+from gemini.memstats.trace import LinkSpeed
 from gemini.offload.async_file import AsyncFile, chosen_backend
 
 logger = logging.getLogger(__name__)

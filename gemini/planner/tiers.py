@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 import torch
 
-from gemini.chunk import ChunkKind, ChunkSpec
+from gemini.chunk.chunk import ChunkKind, ChunkSpec
 from gemini.chunk.layout import round_up
 from gemini.forecast.machine import MachineSpeeds
 from gemini.memstats.trace import BACKWARD, FORWARD, MODIFIED, OPTIMIZER, READ, WRITTEN, Trace

@@ -16,8 +16,7 @@ from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch.nn.parameter import is_lazy
 
 from gemini import _C
-from gemini.chunk import TensorIds
-from gemini.chunk.chunk import StateSpec
+from gemini.chunk.chunk import StateSpec, TensorIds
 from gemini.errors import ConfigError, GeminiError
 from gemini.offload.mapped_tensors import IN_MEMORY, Place
 from gemini.runtime.gate.gradients import MASTER, StatePiece

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gemini.chunk import ComputeDevice
+from gemini.chunk.memory import ComputeDevice
 from gemini.errors import ConfigError
 from gemini.runtime.adopt import Adopted, adopt_parameter, release_all, warn_of_rounded
 from gemini.runtime.build import Outline, lay_out

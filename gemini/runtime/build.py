@@ -19,21 +19,14 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from gemini.chunk import (
-    CPU,
-    ChunkLayout,
-    ChunkManager,
-    ComputeDevice,
-    SearchResult,
-    TierBudgets,
-    search_chunk_size,
-)
-from gemini.chunk.layout import page_elements
+from gemini.chunk import CPU, ChunkManager, TierBudgets, search_chunk_size
+from gemini.chunk.layout import ChunkLayout, SearchResult, page_elements
+from gemini.chunk.memory import ComputeDevice
 from gemini.comm.peers import ModelRanks, OwnExperts, Peers, Share, require_equal
 from gemini.errors import ConfigError, IoError, OutOfBudgetError
 from gemini.offload.async_file import checked_directory
-from gemini.placement import ModelDataSize, PlacementPlan, TierCapacity, make_policy
-from gemini.placement.policies import DeviceTooSmallError
+from gemini.placement import ModelDataSize, PlacementPlan, TierCapacity
+from gemini.placement.policies import DeviceTooSmallError, make_policy
 from gemini.runtime.activation.activations import ActivationOffload
 from gemini.runtime.activation.recompute import Recompute
 from gemini.runtime.activation.saved_tensors import KeepPlan

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from gemini.chunk import ComputeDevice
 from gemini.chunk.chunk import StateSpec
 from gemini.chunk.cpu_memory import CPU
 from gemini.chunk.gpu_memory import CudaDevice
+from gemini.chunk.memory import ComputeDevice
 from gemini.comm.peers import ModelRanks, Peers, Topic
 from gemini.comm.ranks import ProcessGroupPeers
 from gemini.errors import ConfigError

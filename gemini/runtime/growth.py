@@ -251,7 +251,7 @@ class Filling:
         return self._to_come_bytes > self._limit_bytes
 
     def write(self, slot: ManagedSlot, values: torch.Tensor) -> None:
-        """Write the values as :func:`gemini.runtime.write_values` does.
+        """Write the values as :func:`gemini.runtime.adopt.write_values` does.
 
         Raises:
             IoError: also if a chunk of an earlier write cannot leave; no value is lost.

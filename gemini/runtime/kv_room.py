@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gemini.chunk import Chunk, ChunkKind, ChunkSpec
-from gemini.chunk.chunk import whole_blocks
+from gemini.chunk import Chunk
+from gemini.chunk.chunk import ChunkKind, ChunkSpec, whole_blocks
 from gemini.errors import ConfigError
 from gemini.runtime.activation.saved_tensors import Leases
 from gemini.runtime.gate.gate import TensorState

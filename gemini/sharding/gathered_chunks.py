@@ -10,7 +10,8 @@ from zlib import crc32
 
 import torch
 
-from gemini.chunk import Chunk, TensorIds
+from gemini.chunk import Chunk
+from gemini.chunk.chunk import TensorIds
 from gemini.comm.peers import Transfer, stays_whole
 from gemini.runtime.gate.gate import Gate, TensorState
 from gemini.runtime.storage.gradient import GroupShard

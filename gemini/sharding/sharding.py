@@ -12,7 +12,7 @@ from weakref import WeakMethod
 
 import torch
 
-from gemini.chunk import TensorIds
+from gemini.chunk.chunk import TensorIds
 from gemini.comm.peers import OwnExperts, Peers, Topic
 from gemini.errors import ConfigError, StateError
 from gemini.runtime.gate.gate import Gate

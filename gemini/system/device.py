@@ -244,7 +244,8 @@ def set_gpu_generator_states(states: list[bytes]) -> None:
 
 class AllocatorMonitor:
     """Measures the memory of a CUDA device that torch's allocator holds, including its cache, which no other
-    process can use. Implements :class:`gemini.memstats.MemoryMonitor`; the peak is torch's own and exact.
+    process can use. Implements :class:`gemini.memstats.monitor.MemoryMonitor`; the peak is torch's own and
+    exact.
     """
 
     method = "torch's CUDA allocator, reserved bytes"

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gemini.chunk import ChunkKind, CutChunk
+from gemini.chunk import CutChunk
+from gemini.chunk.chunk import ChunkKind
 from gemini.memstats.trace import FORWARD
-from gemini.runtime import ChunkGroup
-from gemini.runtime.storage.model_storage import ModelStorage
+from gemini.runtime.storage.model_storage import ChunkGroup, ModelStorage
 
 LINKS = ("h2d", "d2h", "disk_read", "disk_write")
 TIERS = ("device", "host", "disk")

@@ -9,8 +9,8 @@ import torch
 
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
-from gemini.parallel.sequence import SequenceParallel
 from gemini.parallel.sequence.outline import SequenceOutline
+from gemini.parallel.sequence.parallelize import SequenceParallel
 
 Criterion = Callable[[Any, Any], torch.Tensor]
 Count = Callable[[Any], float]

@@ -28,12 +28,14 @@ from gemini.parallel.engine.amp import read_amp
 from gemini.parallel.engine.engine import Engine, UpdateScheduler
 from gemini.parallel.engine.gradient_handler import HandledPlugin, make_handlers
 from gemini.parallel.engine.schedule import BaseSchedule, InterleavedPipelineSchedule, PipelineSchedule
-from gemini.parallel.launch import ParallelMode, global_context, read_config
+from gemini.parallel.launch import ParallelMode, global_context
+from gemini.parallel.launch.config import read_config
 from gemini.parallel.launch.launching import ConfigLike
 from gemini.parallel.moe.losses import MoeLoss
 from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import BuiltStages
-from gemini.parallel.tensor.nn import GridLayer, partition_of
+from gemini.parallel.tensor.nn import partition_of
+from gemini.parallel.tensor.nn.grid_layer import GridLayer
 
 Initialized = tuple[Engine, Any, Any, Any]
 

@@ -1,11 +1,10 @@
 """Launch: join the processes of a run, read its configuration, and create its groups (docs/compat.md)."""
 
-from gemini.parallel.launch.config import Config, read_config
-from gemini.parallel.launch.context import GlobalContext, global_context
+from gemini.parallel.launch.config import Config
+from gemini.parallel.launch.context import global_context
 from gemini.parallel.launch.coordinator import DistCoordinator, print_rank_0, priority_execution
 from gemini.parallel.launch.group_kinds import ParallelMode
 from gemini.parallel.launch.launching import (
-    free_port,
     get_default_parser,
     launch,
     launch_from_openmpi,
@@ -34,12 +33,10 @@ __all__ = [
     "Config",
     "DistCoordinator",
     "DistributedLogger",
-    "GlobalContext",
     "ParallelMode",
     "ProcessGroupInitializer",
     "Registry",
     "disable_existing_loggers",
-    "free_port",
     "get_default_parser",
     "get_dist_logger",
     "global_context",
@@ -49,7 +46,6 @@ __all__ = [
     "launch_from_torch",
     "print_rank_0",
     "priority_execution",
-    "read_config",
     "shutdown",
     "spawn",
 ]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from gemini.parallel.zero.model import LowLevelZeroModel, spread_rest
+from gemini.parallel.zero.model import LowLevelZeroModel
 from gemini.parallel.zero.optimizer import LowLevelZeroOptimizer
 from gemini.parallel.zero.state import StateShard
 
-__all__ = ["LowLevelZeroModel", "LowLevelZeroOptimizer", "StateShard", "spread_rest"]
+__all__ = [
+    "LowLevelZeroModel",
+    "LowLevelZeroOptimizer",
+    "StateShard",
+]

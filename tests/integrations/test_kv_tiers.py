@@ -16,7 +16,7 @@ import torch
 from tiny_trained import llama
 
 import gemini
-from gemini.chunk import ChunkKind
+from gemini.chunk.chunk import ChunkKind
 from gemini.errors import ConfigError, IoError, OutOfBudgetError, StateError
 from gemini.inference import Engine, Request
 from gemini.inference.kv import TokenShape

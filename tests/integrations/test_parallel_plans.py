@@ -24,8 +24,9 @@ from gemini.cli.main import main  # noqa: E402
 from gemini.forecast.machine import MachineSpeeds  # noqa: E402
 from gemini.integrations.transformers import GeminiTrainer  # noqa: E402
 from gemini.jobs.finetune.config import FineTuneConfig, with_plan  # noqa: E402
-from gemini.memstats import LINKS, LinkSpeed  # noqa: E402
-from gemini.parallel import Layout, ParallelPlan, PlanBudgets  # noqa: E402
+from gemini.memstats.trace import LINKS, LinkSpeed  # noqa: E402
+from gemini.parallel import Layout, ParallelPlan  # noqa: E402
+from gemini.parallel.plan import PlanBudgets  # noqa: E402
 
 BLOCKS = tuple(f"model.layers.{index}" for index in range(SIZES["num_hidden_layers"]))
 BUDGETS = PlanBudgets(200 * 1024, 2**20, 0)

@@ -23,7 +23,7 @@ from hosts import WIRE, Host
 from processes import start_process
 from torch.distributed import TCPStore
 
-from gemini.parallel.launch import free_port
+from gemini.parallel.launch.launching import free_port
 
 _SPACES = ("net", "pid", "uts", "ipc", "mnt")  # those of a host; the last one takes /proc away
 _PORT = 29500

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional
 
-from gemini.parallel.sequence import SequenceParallel
+from gemini.parallel.sequence.parallelize import SequenceParallel
 
 BATCH, WIDTH = 2, 8
 

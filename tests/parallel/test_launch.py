@@ -30,10 +30,10 @@ from gemini.parallel.launch import (
     launch_from_slurm,
     launch_from_torch,
     priority_execution,
-    read_config,
     shutdown,
 )
 from gemini.parallel.launch import global_context as gpc
+from gemini.parallel.launch.config import read_config
 from gemini.parallel.launch.launching import OPENMPI, SLURM, TORCHRUN, Place
 
 LAUNCHES = [launch, launch_from_torch, launch_from_slurm, launch_from_openmpi]

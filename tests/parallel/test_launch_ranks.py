@@ -19,7 +19,6 @@ from gemini.parallel.launch import (
     DistCoordinator,
     ParallelMode,
     ProcessGroupInitializer,
-    free_port,
     launch,
     launch_from_openmpi,
     launch_from_slurm,
@@ -29,6 +28,7 @@ from gemini.parallel.launch import (
     spawn,
 )
 from gemini.parallel.launch import global_context as gpc
+from gemini.parallel.launch.launching import free_port
 from gemini.parallel.tensor import nn as tnn
 
 MODES = (ParallelMode.GLOBAL, ParallelMode.DATA, ParallelMode.PIPELINE, ParallelMode.TENSOR)

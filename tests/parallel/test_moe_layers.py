@@ -25,7 +25,6 @@ from gemini.parallel.moe import (
     MoeLoss,
     Moeloss,
     NormalNoiseGenerator,
-    RouterRecord,
     Top2Router,
     TopKRouter,
     VanillaFFN,
@@ -36,6 +35,7 @@ from gemini.parallel.moe import (
     moe_set_seed,
 )
 from gemini.parallel.moe import experts as experts_file
+from gemini.parallel.moe.losses import RouterRecord
 from gemini.runtime.activation.recomputed_blocks import recompute_blocks
 from gemini.runtime.storage.experts import expert_sets
 

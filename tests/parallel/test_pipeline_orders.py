@@ -7,15 +7,8 @@ import itertools
 import pytest
 
 from gemini.errors import ConfigError
-from gemini.parallel.pipeline import (
-    SCHEDULES,
-    Costs,
-    make_order,
-    partition_balanced,
-    partition_uniform,
-    simulate,
-)
-from gemini.parallel.pipeline.orders import Kind
+from gemini.parallel.pipeline import Costs, make_order, partition_balanced, partition_uniform, simulate
+from gemini.parallel.pipeline.orders import SCHEDULES, Kind
 
 P = 4
 CHUNKS = {

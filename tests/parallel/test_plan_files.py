@@ -21,17 +21,8 @@ from plan_samples import plan_for
 from torch import nn
 
 from gemini import ConfigError
-from gemini.parallel import (
-    HybridParallelPlugin,
-    Layout,
-    LeftOut,
-    ParallelPlan,
-    PlanBudgets,
-    Prediction,
-    RankPrediction,
-    RunnerUp,
-    fingerprint,
-)
+from gemini.parallel import HybridParallelPlugin, Layout, ParallelPlan, Prediction, fingerprint
+from gemini.parallel.plan import LeftOut, PlanBudgets, RankPrediction, RunnerUp
 
 WHOLE = st.integers(0, 2**63 - 1)
 BUDGET = st.integers(0, 2**62 - 1)

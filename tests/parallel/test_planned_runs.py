@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 import gemini
 from gemini import ConfigError, CPUAdam, handle_of
-from gemini.parallel import Booster, HybridParallelPlugin, Layout, ParallelPlan, PlanBudgets
+from gemini.parallel import Booster, HybridParallelPlugin, Layout, ParallelPlan
+from gemini.parallel.plan import PlanBudgets
 from gemini.runtime.activation.recomputed_blocks import recompute_blocks
 
 STEPS = 3

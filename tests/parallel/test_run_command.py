@@ -22,7 +22,8 @@ import gemini
 from gemini.cli.command_line import EXIT_ERROR
 from gemini.cli.main import main
 from gemini.errors import ConfigError, IoError
-from gemini.parallel.launch import free_port, over_hosts
+from gemini.parallel.launch import over_hosts
+from gemini.parallel.launch.launching import free_port
 from gemini.parallel.launch.over_hosts import (
     choose_hosts,
     first_to_listen,

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gemini import ConfigError, StateError
-from gemini.parallel import Layout, SequenceParallel, parallelize_sequence
+from gemini.parallel import Layout, parallelize_sequence
 from gemini.parallel.mesh import counted
-from gemini.parallel.sequence import SequenceCut, cut_batch
+from gemini.parallel.sequence import cut_batch
+from gemini.parallel.sequence.batch import SequenceCut
+from gemini.parallel.sequence.parallelize import SequenceParallel
 from gemini.parallel.sequence.ring import attend_block, block_gradients, merge
 from gemini.parallel.sequence.scores import Scoring, attend_by_scores
 from gemini.parallel.sequence.ulysses import Heads, count

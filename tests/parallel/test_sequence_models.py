@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gemini import CPUAdam, GeminiDDP, GeminiOptimizer
 from gemini.parallel import parallelize, parallelize_sequence
-from gemini.parallel.sequence import SequenceParallel
+from gemini.parallel.sequence.parallelize import SequenceParallel
 
 WIDTH, HEADS, VOCABULARY, LENGTH = 32, 4, 29, 13  # which nothing divides
 CHUNKS = {"min_chunk_size_mb": 0.004, "search_range_mb": 0.004, "non_model_bytes": 0}

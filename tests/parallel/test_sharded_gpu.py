@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gemini import CPUAdam, GeminiOptimizer, HybridAdam
 from gemini.checkpoint import load, save, save_async
-from gemini.chunk import ComputeDevice
+from gemini.chunk.memory import ComputeDevice
 from gemini.optim import gradients as gradients_module
 from gemini.optim.gradients import squares_by_operators
 

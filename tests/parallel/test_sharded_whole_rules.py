@@ -18,8 +18,8 @@ from torch import distributed as dist
 from torch import optim as torch_optim
 
 from gemini import ConfigError, GeminiDDP, GeminiOptimizer, Lamb, Muon, OutOfBudgetError, checkpoint
-from gemini.chunk import ChunkLayout
 from gemini.chunk.chunk import StateSpec
+from gemini.chunk.layout import ChunkLayout
 from gemini.comm.peers import ModelRanks, Share
 from gemini.runtime.growth import with_gathered
 from gemini.runtime.storage.data_sizes import GroupSpec, Kept, Needs, data_sizes, plan_groups

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from gemini.forecast.machine import MachineSpeeds
-from gemini.memstats import LinkSpeed
 from gemini.memstats.collectives import KINDS, CollectiveSpeed, CollectiveSpeeds, Figure
+from gemini.memstats.trace import LinkSpeed
 from gemini.parallel.layout_plan import Run
 from gemini.parallel.sequence.outline import SequenceOutline
 from gemini.planner.chunks import StageCapacity

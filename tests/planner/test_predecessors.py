@@ -12,8 +12,8 @@ from gemini.cli.plan_layout import run_on
 from gemini.cli.plan_model import ModelOptions, find_model
 from gemini.forecast.forecast import Settings, forecast_batch, time_step
 from gemini.forecast.meter import OperationCosts
-from gemini.memstats import LinkSpeed
 from gemini.memstats.collectives import KINDS, CollectiveSpeed, CollectiveSpeeds, Figure
+from gemini.memstats.trace import LinkSpeed
 from gemini.parallel.pipeline.orders import Costs, make_order, simulate
 from gemini.parallel.zero.optimizer import LowLevelZeroOptimizer
 from gemini.planner.chunks import StageCapacity

@@ -11,8 +11,7 @@ import pytest
 from planner_models import machine, net, run_of
 
 from gemini.forecast.meter import OperationCosts
-from gemini.memstats import LinkSpeed
-from gemini.memstats.trace import BACKWARD, OPTIMIZER, WRITTEN, Trace
+from gemini.memstats.trace import BACKWARD, OPTIMIZER, WRITTEN, LinkSpeed, Trace
 from gemini.parallel.pipeline.orders import Kind, Order, make_order, simulate_actions
 from gemini.planner.chunks import ChunkTable, StageCapacity, chunk_sizes
 from gemini.planner.records import CutModel, Part

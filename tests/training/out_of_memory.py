@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemini import GeminiDDP, GeminiOptimizer
-from gemini.chunk import ComputeDevice
+from gemini.chunk.memory import ComputeDevice
 
 
 class RunsOut(TorchDispatchMode):

@@ -25,7 +25,7 @@ from training_harness import (
 from gemini import GeminiDDP
 from gemini._C import malloc_trim
 from gemini.errors import ConfigError, OutOfBudgetError
-from gemini.memstats import ProcessMonitor
+from gemini.memstats.monitor import ProcessMonitor
 
 pytestmark = pytest.mark.usefixtures(store_small_tensors.__name__)
 

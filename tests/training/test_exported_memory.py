@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gemini import GeminiAdamOptimizer, GeminiDDP
-from gemini.memstats import ProcessMonitor
+from gemini.memstats.monitor import ProcessMonitor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

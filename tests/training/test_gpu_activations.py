@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from training_harness import assert_same_state, assert_within_budgets, moved_bytes
 
 from gemini import ConfigError, HybridAdam, OutOfBudgetError
-from gemini.chunk import ComputeDevice
+from gemini.chunk.memory import ComputeDevice
 from gemini.runtime.activation import activations
 
 WIDTH = 128

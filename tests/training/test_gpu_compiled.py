@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from training_harness import assert_same_state, moved_bytes
 
 from gemini import HybridAdam, StateError
-from gemini.chunk import ComputeDevice
+from gemini.chunk.memory import ComputeDevice
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

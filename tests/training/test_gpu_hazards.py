@@ -14,9 +14,10 @@ from torch import nn
 from training_harness import tight
 
 from gemini import _C, GeminiDDP
-from gemini.chunk import ChunkKind, ChunkManager, ChunkSpec, TierBudgets
+from gemini.chunk import ChunkManager, TierBudgets
+from gemini.chunk.chunk import ChunkKind, ChunkSpec
 from gemini.chunk.gpu_memory import GpuMemory, SimulatedDevice
-from gemini.memstats import MemoryMonitor
+from gemini.memstats.monitor import MemoryMonitor
 from gemini.offload.async_file import AsyncFile
 
 BLOCK = 2**16

@@ -30,7 +30,7 @@ from training_harness import assert_same_state, assert_within_budgets, moved_byt
 
 from gemini import ConfigError, GeminiDDP, HybridAdam, OutOfBudgetError
 from gemini.checkpoint import load, save, save_async
-from gemini.chunk import ComputeDevice
+from gemini.chunk.memory import ComputeDevice
 
 # DEVICE and HOST in blocks, of the 43 or more that the network's model data takes; None: all there is.
 BUDGETS: dict[str, tuple[int | None, int, bool]] = {

@@ -28,7 +28,7 @@ from training_harness import assert_same_state, assert_within_budgets
 
 from gemini import ConfigError, GeminiDDP, GeminiOptimizer, HybridAdam
 from gemini.checkpoint import load, save
-from gemini.chunk import ComputeDevice
+from gemini.chunk.memory import ComputeDevice
 from gemini.optim import chunk_update, managed_groups
 from gemini.optim.host_update import elements_per_second
 

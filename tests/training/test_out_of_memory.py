@@ -16,7 +16,7 @@ from torch import nn
 from training_harness import assert_same_state, assert_within_budgets
 
 from gemini import OutOfBudgetError, StateError
-from gemini.chunk import ComputeDevice
+from gemini.chunk.memory import ComputeDevice
 from gemini.runtime import manager as manager_module
 
 # Blocks of DEVICE and HOST, of the 43 or more that the network's model data takes; None: all there is.

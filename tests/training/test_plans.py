@@ -26,7 +26,8 @@ from training_harness import (
 from training_models import TinyGPT, gpt_loss
 
 from gemini import GeminiDDP
-from gemini.memstats import LinkSpeed, Trace
+from gemini.memstats import Trace
+from gemini.memstats.trace import LinkSpeed
 from gemini.placement.planner import OPT, ChosenPlan
 from gemini.placement.policies import make_hints
 from gemini.placement.problem import Iteration, Machine, PlanProblem

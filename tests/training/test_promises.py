@@ -22,7 +22,8 @@ from training_harness import (
 from training_models import TinyGPT, gpt_loss
 
 from gemini import GeminiDDP
-from gemini.memstats import LinkSpeed, Trace
+from gemini.memstats import Trace
+from gemini.memstats.trace import LinkSpeed
 from gemini.placement.report import PlannedStep
 
 # As of a machine on which a step computes for an hour.

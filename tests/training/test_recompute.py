@@ -25,7 +25,8 @@ from training_models import TinyGPT, gpt_loss
 
 from gemini import GeminiDDP
 from gemini.errors import ConfigError, StateError
-from gemini.memstats import LinkSpeed, Trace
+from gemini.memstats import Trace
+from gemini.memstats.trace import LinkSpeed
 from gemini.placement.problem import Machine
 from gemini.placement.recompute import BlockCall, RecomputeChoice
 from gemini.runtime.activation import recompute

@@ -17,7 +17,7 @@ from training_harness import seeded
 from gemini import CheckpointError, ConfigError, GeminiDDP, GeminiOptimizer, Muon, checkpoint
 from gemini.checkpoint.convert import convert
 from gemini.checkpoint.loading import latest
-from gemini.chunk import ChunkKind
+from gemini.chunk.chunk import ChunkKind
 from gemini.optim import rule_choice
 from gemini.optim.muon import ARRAYS
 from gemini.runtime.build import draw_blueprint

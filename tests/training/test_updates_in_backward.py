@@ -30,7 +30,7 @@ from training_harness import (
 from training_models import Around, TinyGPT, gpt_loss, square_loss
 
 from gemini import CPUAdam, GeminiDDP, GeminiOptimizer
-from gemini.memstats import LinkSpeed
+from gemini.memstats.trace import LinkSpeed
 from gemini.runtime import TensorState
 from gemini.runtime.step import order
 from gemini.runtime.storage.gradient import SlotGradient

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gemini.forecast.machine import MachineSpeeds
 from gemini.forecast.rehearsal import Example, ModelSource
 from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss
-from gemini.memstats import LinkSpeed
+from gemini.memstats.trace import LinkSpeed
 from gemini.runtime.config import GeminiConfig
 
 KIB, MIB = 1024, 1024**2

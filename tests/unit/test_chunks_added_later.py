@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gemini.chunk import ChunkKind, ChunkManager, ChunkSpec, TierBudgets
+from gemini.chunk import ChunkManager, TierBudgets
+from gemini.chunk.chunk import ChunkKind, ChunkSpec
 
 CHUNK_BYTES = 2**18
 PARAM, GRAD = (ChunkSpec(kind, CHUNK_BYTES // 4, torch.float32) for kind in (ChunkKind.PARAM, ChunkKind.GRAD))

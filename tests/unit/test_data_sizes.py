@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gemini.chunk import ChunkLayout
 from gemini.chunk.chunk import StateSpec
+from gemini.chunk.layout import ChunkLayout
 from gemini.comm.peers import Share
 from gemini.runtime.storage.data_sizes import (
     DataSizes,

@@ -12,9 +12,9 @@ from mutants import MUTANTS, SEED, mutate
 from gemini.cli.main import main
 from gemini.errors import CheckpointError, ConfigError
 from gemini.forecast.machine import MachineSpeeds
-from gemini.memstats import LinkSpeed, Trace
+from gemini.memstats import Trace
 from gemini.memstats.collectives import CollectiveSpeed, CollectiveSpeeds, Figure
-from gemini.memstats.trace import digest
+from gemini.memstats.trace import LinkSpeed, digest
 
 TRACE = Trace(
     kind="train",

@@ -7,7 +7,7 @@ from typing import Literal
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini.memstats import LinkSpeed
+from gemini.memstats.trace import LinkSpeed
 from gemini.runtime.storage.host_choice import GroupStates, HostUpdates
 
 PARAMS = 1000  # bytes that all parameters take

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gemini.memstats import LINKS, LinkSpeed, Trace
+from gemini.memstats import Trace
+from gemini.memstats.trace import LINKS, LinkSpeed
 from gemini.placement.local_search import Effort, LocalSearch
 from gemini.placement.planner import by_density, choose_plan
 from gemini.placement.problem import Iteration, Machine, PlanProblem

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from num_examples import num_examples
 
-from gemini.memstats import LINKS, LinkSpeed
+from gemini.memstats.trace import LINKS, LinkSpeed
 from gemini.placement.bound import lower_bound
 from gemini.placement.policies import Hints, make_hints
 from gemini.placement.problem import Iteration, Machine, PlanProblem, find_intervals

@@ -309,6 +309,6 @@ def test_a_model_that_was_misspelled_is_refused_with_a_guess(capsys: pytest.Capt
 
 
 def test_the_schedules_are_those_of_pipelines() -> None:
-    from gemini.parallel.pipeline import SCHEDULES
+    from gemini.parallel.pipeline.orders import SCHEDULES
 
     assert set(plan_command.SCHEDULES) == set(SCHEDULES)

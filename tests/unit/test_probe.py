@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gemini.chunk import CPU, TierBudgets
 from gemini.chunk.gpu_memory import SimulatedDevice
 from gemini.errors import IoError
-from gemini.memstats import LinkSpeed
+from gemini.memstats.trace import LinkSpeed
 from gemini.placement import probe
 from gemini.runtime.step import recorder as recorder_module
 from gemini.runtime.step.recorder import ENOUGH_BYTES, LinkMeter, PeriodTimer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gemini.errors import OutOfBudgetError
-from gemini.memstats import LINKS, LinkSpeed
+from gemini.memstats.trace import LINKS, LinkSpeed
 from gemini.placement.planner import choose_plan
 from gemini.placement.problem import Iteration, Machine
 from gemini.placement.promise import Pace, promise_at

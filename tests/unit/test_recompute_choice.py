@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gemini.memstats import LinkSpeed, Trace
+from gemini.memstats import Trace
+from gemini.memstats.trace import LinkSpeed
 from gemini.placement.problem import Machine
 from gemini.placement.recompute import (
     BlockCall,

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from timeline_samples import long_timeline, timelines
 
 from gemini.errors import IoError
-from gemini.timeline import Timeline, Transfer, Wait, summarize
+from gemini.timeline import Timeline, summarize
 from gemini.timeline.chrome import save_chrome, to_chrome
-from gemini.timeline.events import common_module, in_turn
+from gemini.timeline.events import Transfer, Wait, common_module, in_turn
 from gemini.timeline.summary import common_length, length, merged, parts
 from gemini.timeline.timeline_builder import explain_waits
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini.chunk import ChunkKind
+from gemini.chunk.chunk import ChunkKind
 from gemini.errors import CheckpointError, ConfigError, IoError
-from gemini.memstats import LINKS, LinkSpeed, Trace
+from gemini.memstats import Trace
 from gemini.memstats import trace as trace_module
-from gemini.memstats.trace import CHUNK_KINDS, KINDS, MODES, PHASES, digest
+from gemini.memstats.trace import CHUNK_KINDS, KINDS, LINKS, MODES, PHASES, LinkSpeed, digest
 
 TRACE = Trace(
     kind="train",

@@ -10,12 +10,13 @@ from torch import nn
 
 import gemini
 from gemini.compat.adapters.chunk_adapters import GeminiManager
-from gemini.parallel import LowLevelZeroModel
 from gemini.parallel import colo as ours
 from gemini.parallel.colo.tensor import DistSpec
 from gemini.parallel.launch import global_context
 from gemini.parallel.partition import Partition
-from gemini.parallel.tensor.nn import GridLayer, partition_of
+from gemini.parallel.tensor.nn import partition_of
+from gemini.parallel.tensor.nn.grid_layer import GridLayer
+from gemini.parallel.zero import LowLevelZeroModel
 from gemini.placement import PlacementPolicy
 
 

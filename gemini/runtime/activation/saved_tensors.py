@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 
 from gemini import _C
-from gemini.chunk import Chunk, ChunkKind, ChunkManager, ChunkSpec
-from gemini.chunk.chunk import whole_blocks
+from gemini.chunk import Chunk, ChunkManager
+from gemini.chunk.chunk import ChunkKind, ChunkSpec, whole_blocks
 from gemini.errors import OutOfBudgetError
 from gemini.memstats.trace import BACKWARD
 from gemini.runtime.gate.gate import Gate

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import torch
 
 from gemini import _C
-from gemini.chunk import ChunkManager, TensorIds
+from gemini.chunk import ChunkManager
+from gemini.chunk.chunk import TensorIds
 from gemini.errors import StateError
 from gemini.memstats.trace import FORWARD, OPTIMIZER
 from gemini.runtime.gate import guards

@@ -21,7 +21,8 @@ from weakref import WeakSet
 import torch
 
 from gemini import _C
-from gemini.chunk import Chunk, ChunkKind, TensorIds
+from gemini.chunk import Chunk
+from gemini.chunk.chunk import ChunkKind, TensorIds
 from gemini.errors import ConfigError
 
 _KEY = "gemini: the scaled losses of the backward pass under way"

@@ -19,7 +19,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
 
 from gemini import _C
-from gemini.chunk import ChunkManager, TensorIds
+from gemini.chunk import ChunkManager
+from gemini.chunk.chunk import TensorIds
 from gemini.errors import EvictedAccessError, StateError
 from gemini.runtime.gate.pending_work import NO_SNAPSHOT
 

@@ -14,7 +14,8 @@ from typing import Protocol
 
 import torch
 
-from gemini.chunk import ChunkObserver, TensorIds
+from gemini.chunk.chunk import TensorIds
+from gemini.chunk.manager import ChunkObserver
 from gemini.runtime.gate.gradients import StatePiece
 from gemini.system.threads import Workers
 

@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from gemini.chunk import ChunkKind, ChunkManager, TensorIds
+from gemini.chunk import ChunkManager
+from gemini.chunk.chunk import ChunkKind, TensorIds
 from gemini.memstats import Trace
 from gemini.memstats.trace import BACKWARD, OPTIMIZER
 from gemini.placement import ModelDataSize, PlacementPlan, PlacementPolicy, TierCapacity

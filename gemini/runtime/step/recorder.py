@@ -11,8 +11,11 @@ from statistics import median
 from typing import NamedTuple
 
 from gemini import _C
-from gemini.chunk import ChunkManager, TensorIds
-from gemini.memstats import LINKS, LinkSpeed, MemoryMonitor, MemStatsCollector
+from gemini.chunk import ChunkManager
+from gemini.chunk.chunk import TensorIds
+from gemini.memstats import MemStatsCollector
+from gemini.memstats.monitor import MemoryMonitor
+from gemini.memstats.trace import LINKS, LinkSpeed
 from gemini.placement.probe import probe_links
 from gemini.placement.promise import Pace
 

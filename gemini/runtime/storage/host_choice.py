@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from gemini.chunk import CutChunk
-from gemini.memstats import LinkSpeed
+from gemini.memstats.trace import LinkSpeed
 from gemini.runtime.storage.model_storage import ChunkGroup
 
 

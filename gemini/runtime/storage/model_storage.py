@@ -12,8 +12,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from gemini.chunk import CPU, Chunk, ChunkKind, ChunkManager, ChunkSpec, CutChunk, TensorSlot, TierBudgets
-from gemini.chunk.chunk import BLOCK_NUMEL, StateSpec, num_blocks
+from gemini.chunk import CPU, Chunk, ChunkManager, CutChunk, TierBudgets
+from gemini.chunk.chunk import BLOCK_NUMEL, ChunkKind, ChunkSpec, StateSpec, num_blocks
+from gemini.chunk.layout import TensorSlot
 from gemini.comm.peers import Share
 from gemini.errors import ConfigError, StateError
 from gemini.runtime.gate.gate import CutRef, Gate, TensorRef

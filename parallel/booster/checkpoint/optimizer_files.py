@@ -26,7 +26,7 @@ from gemini.parallel.booster.checkpoint.zero import state_sources
 from gemini.parallel.booster.data_parallel import like
 from gemini.parallel.booster.ranks import Ranks
 from gemini.parallel.zero import LowLevelZeroOptimizer
-from gemini.runtime import ManagedSlot
+from gemini.runtime.storage.model_storage import ManagedSlot
 from gemini.system.files import KEY, Format, parse_json, read_regular
 
 _METADATA = OWN_METADATA + "optimizer"

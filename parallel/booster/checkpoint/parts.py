@@ -37,8 +37,8 @@ from gemini.parallel.expert_ranks import DividedExperts, ExpertRanks
 from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.moe.divide import divide_experts, divided_experts
 from gemini.parallel.partition import Partition
-from gemini.parallel.pipeline import StagedModel
 from gemini.parallel.pipeline.remote_modules import RemoteModule
+from gemini.parallel.pipeline.split import StagedModel
 from gemini.parallel.pipeline.stage_messages import Incoming, StageMessages, ValueForm
 from gemini.parallel.pipeline.tied_weights import TiedWeights
 from gemini.parallel.zero import LowLevelZeroOptimizer

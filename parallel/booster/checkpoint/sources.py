@@ -29,7 +29,8 @@ from gemini.parallel.booster.checkpoint.tensor_source import TensorSource, copie
 from gemini.parallel.booster.checkpoint.zero import master_sources
 from gemini.parallel.booster.data_parallel import DataParallel, ShardedData, SingleProcess
 from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
-from gemini.runtime import ManagedParameter, read_values
+from gemini.runtime import ManagedParameter
+from gemini.runtime.adopt import read_values
 from gemini.runtime.storage.model_storage import slot_of
 from gemini.system.files import open_regular, parse_json
 from gemini.system.input_files import MAX_INDEX_BYTES, InputDirectory, files_of

@@ -22,7 +22,7 @@ from gemini.parallel.booster.mixed_precision import (
     Precision,
 )
 from gemini.parallel.booster.ranks import Ranks, join_launched_group
-from gemini.parallel.pipeline import Executed
+from gemini.parallel.pipeline.pipeline import Executed
 
 Criterion = Callable[..., Any]
 Path = str | os.PathLike[str]

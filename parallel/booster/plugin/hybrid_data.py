@@ -20,8 +20,8 @@ from gemini.parallel.booster.checkpoint.parts import Parts
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import with_precision
 from gemini.parallel.pipeline.engine import Trained
-from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer, spread_rest
-from gemini.parallel.zero.model import kept_in_fp32
+from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
+from gemini.parallel.zero.model import kept_in_fp32, spread_rest
 from gemini.parallel.zero.options import parse_precision
 from gemini.placement import PlacementPolicy
 from gemini.runtime.intercept.precision import compute_types

@@ -15,8 +15,8 @@ from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, with_precision
 from gemini.parallel.booster.plugin.parts_plugin import PartsPlugin
 from gemini.parallel.expert_ranks import checked_ep_size
-from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer, spread_rest
-from gemini.parallel.zero.model import kept_in_fp32
+from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
+from gemini.parallel.zero.model import kept_in_fp32, spread_rest
 from gemini.parallel.zero.options import choose_stage, parse_precision
 from gemini.system.config import keyword_names, refuse_unknown
 from gemini.system.device import current_device
