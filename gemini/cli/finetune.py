@@ -142,7 +142,8 @@ def config_from(options: argparse.Namespace) -> FineTuneConfig:
         ConfigError: the options are invalid, or the recipe cannot be read.
         CheckpointError: the stored options of the run cannot be read.
     """
-    from gemini.jobs.finetune.config import read_recipe, with_plan
+    from gemini.jobs.finetune.config import with_plan
+    from gemini.jobs.finetune.recipe import read_recipe
 
     names = {field.name for field in dataclasses.fields(FineTuneConfig)}
     recipe = {} if options.recipe is None else read_recipe(options.recipe)

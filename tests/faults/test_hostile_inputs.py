@@ -23,7 +23,8 @@ from gemini.cli.convert_config import convert
 from gemini.cli.plan_model import ModelOptions, find_model
 from gemini.errors import GeminiError
 from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
-from gemini.jobs.finetune.config import FineTuneConfig, read_recipe
+from gemini.jobs.finetune.config import FineTuneConfig
+from gemini.jobs.finetune.recipe import read_recipe
 from gemini.jobs.finetune.record_files import find_data
 from gemini.jobs.finetune.record_kinds import Documents
 from gemini.parallel.booster.checkpoint.sources import TensorFiles

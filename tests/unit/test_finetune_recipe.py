@@ -14,7 +14,8 @@ import pytest
 
 from gemini.cli import finetune
 from gemini.errors import ConfigError
-from gemini.jobs.finetune.config import FineTuneConfig, read_recipe
+from gemini.jobs.finetune.config import FineTuneConfig
+from gemini.jobs.finetune.recipe import read_recipe
 from gemini.jobs.run.run_directory import RunDirectory
 from gemini.jobs.run.training import shaped_factor
 
