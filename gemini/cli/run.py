@@ -12,7 +12,7 @@ from gemini.cli.console import say_error
 from gemini.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gemini.parallel.launch.over_hosts import Hosts
+    from gemini.parallel.launch.hosts import Hosts
     from gemini.parallel.launch.torchrun import Ended, Node, Program
 
 EPILOG = """\
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
     program = Program(options.program, tuple(options.arguments), options.module)
     if options.told_by_stdin:
-        from gemini.parallel.launch.over_hosts import obey_stdin
+        from gemini.parallel.launch.hosts import obey_stdin
 
         obey_stdin()
     ended = _run(options, program)
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, program: Program) -> Ended:
-    from gemini.parallel.launch.over_hosts import run_on_hosts
+    from gemini.parallel.launch.hosts import run_on_hosts
     from gemini.parallel.launch.torchrun import DEFAULT_PORT, Node, run_ranks
 
     hosts = _hosts_from(options)
@@ -112,7 +112,7 @@ def _hosts_from(options: argparse.Namespace) -> tuple[Hosts, str] | None:
     Raises:
         ConfigError: options contradict each other, or have invalid values.
     """
-    from gemini.parallel.launch.over_hosts import (
+    from gemini.parallel.launch.hosts import (
         Hosts,
         choose_hosts,
         first_to_listen,
@@ -161,7 +161,7 @@ def _known_variable(name: str) -> str:
 
 def _node_from(options: argparse.Namespace) -> Node:
     """Return this machine's part of the run. Raises ConfigError if the options are invalid."""
-    from gemini.parallel.launch.over_hosts import checked_address
+    from gemini.parallel.launch.hosts import checked_address
     from gemini.parallel.launch.torchrun import DEFAULT_PORT, Node, chosen_port
 
     address = checked_address(options.master_addr) if options.master_addr is not None else "127.0.0.1"

@@ -28,7 +28,7 @@ from gemini.jobs.finetune.recipe import read_recipe
 from gemini.jobs.finetune.record_files import find_data
 from gemini.jobs.finetune.record_kinds import Documents
 from gemini.parallel.booster.checkpoint.sources import TensorFiles
-from gemini.parallel.launch.over_hosts import read_hostfile
+from gemini.parallel.launch.hosts import read_hostfile
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -22,15 +22,15 @@ import gemini
 from gemini.cli.command_line import EXIT_ERROR
 from gemini.cli.main import main
 from gemini.errors import ConfigError, IoError
-from gemini.parallel.launch import over_hosts
-from gemini.parallel.launch.launching import free_port
-from gemini.parallel.launch.over_hosts import (
+from gemini.parallel.launch import hosts as launch_hosts
+from gemini.parallel.launch.hosts import (
     choose_hosts,
     first_to_listen,
     is_this_machine,
     parse_hosts,
     read_hostfile,
 )
+from gemini.parallel.launch.launching import free_port
 from gemini.parallel.launch.torchrun import Node, Program
 
 # -- which machines --------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_ranks_that_do_not_end_are_ended_by_force(tmp_path: Path, monkeypatch: p
     file, pids = tmp_path / "stubborn.py", tmp_path / "pids"
     file.write_text(STUBBORN)
     pids.mkdir()
-    monkeypatch.setattr(over_hosts, "_GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(launch_hosts, "_GRACE_SECONDS", 1.0)
 
     def interrupt() -> None:
         while len(list(pids.iterdir())) < 2:
@@ -278,7 +278,9 @@ def test_ranks_that_do_not_end_are_ended_by_force(tmp_path: Path, monkeypatch: p
 
     threading.Thread(target=interrupt, daemon=True).start()
     node = Node("2", address="127.0.0.1", port=free_port())
-    ended = over_hosts.run_on_hosts(over_hosts.Hosts(("localhost",)), node, Program(str(file), (str(pids),)))
+    ended = launch_hosts.run_on_hosts(
+        launch_hosts.Hosts(("localhost",)), node, Program(str(file), (str(pids),))
+    )
     assert ended.code == 130
     deadline = time.monotonic() + 10
     while any(lives(int(pid.read_text())) for pid in pids.iterdir()):
