@@ -52,6 +52,8 @@ def test_a_tight_budget_gives_the_weights_of_an_ordinary_loop(config: FineTuneCo
     assert list(result.losses) == losses
     assert losses[-1] < losses[0]
     assert result.summary.link_bytes["disk_read"] > 0
+    assert result.summary.data is not None
+    assert result.summary.data.endswith("in JSON lines, data.jsonl")
     assert result.summary.model is not None
     assert_same(LLAMA.from_pretrained(result.summary.model), want.eval())
     tokenizer = transformers.AutoTokenizer.from_pretrained(result.summary.model)
@@ -233,7 +235,7 @@ def test_conversations_are_learned_by_the_template_that_is_exported(
     config = dataclasses.replace(config, seq=48)
     task = FineTuneTask(config, Path("unused"), resume=False, scratch=None)
     assert (task.samples.num_learned, task.samples.layout) == (15, "whole")
-    assert "data: 3 conversations (messages), data.jsonl" in task.describe()
+    assert "data: 3 conversations (messages) in JSON lines, data.jsonl" in task.describe()
     assert any("no chat template, so a plain one" in line for line in task.describe())
     result = run(config)
     assert result.losses[-1] < result.losses[0]

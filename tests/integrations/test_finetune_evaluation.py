@@ -43,7 +43,10 @@ def test_the_loss_on_held_out_records_is_that_of_the_exported_model(config: Fine
     (make,) = task._held_out.batches()
     model = LLAMA.from_pretrained(result.summary.model)
     assert result.summary.eval_loss == model(**make().inputs, use_cache=False).loss.item()
-    assert any(line.startswith("data: held out: 4 texts (text), held-out.jsonl;") for line in task.describe())
+    assert any(
+        line.startswith("data: held out: 4 texts (text) in JSON lines, held-out.jsonl;")
+        for line in task.describe()
+    )
     card = Path(config.output, "model", "README.md").read_text()
     assert "| held out | held-out.jsonl |" in card
     assert f"| last held-out loss | {result.summary.eval_loss:.4f} |" in card

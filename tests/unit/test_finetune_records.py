@@ -49,7 +49,7 @@ def test_a_record_is_of_the_kind_that_its_keys_say(kind: str, tmp_path: Path) ->
     (document,) = found = Documents(find_data(str(written(tmp_path, "d.jsonl", lines_of(noted)))))
     assert document.kind == kind
     assert document.place == f"line 1 of {tmp_path}/d.jsonl"
-    assert found.describe().endswith(f"({kind}), d.jsonl")
+    assert found.describe().endswith(f"({kind}) in JSON lines, d.jsonl")
     assert read(tmp_path, data_format=kind) == [document]
     others = {*RECORDS} - {kind}
     for other in others:
@@ -199,7 +199,7 @@ def test_a_directory_is_read_with_all_below_it_but_what_describes_the_data(tmp_p
     written(tmp_path, ".hidden", "never")
     found = Documents(find_data(str(tmp_path)))
     assert [document.text for document in found] == ["first", "next", "second"]
-    assert found.describe() == "3 texts (text), 2 files, without README.md"
+    assert found.describe() == "3 texts (text) in JSON lines and plain text, 2 files, without README.md"
     (tmp_path / "a.jsonl").unlink()
     assert [document.text for document in Documents(find_data(str(tmp_path)))] == ["about", "second"]
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")

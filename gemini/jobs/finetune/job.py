@@ -98,7 +98,7 @@ def run(
                 progress.notes.append(_on_ranks(config, rank.count))
             cut_off = stop.requested and not task.finished
             summary = summarize(progress, task.num_parameters, written_to, interrupted=cut_off)
-            summary = replace(summary, model=str(task.target) if task.finished else None)
+            summary = replace(summary, data=task.data, model=str(task.target) if task.finished else None)
             if task.best is not None:
                 summary = replace(summary, best_step=task.best[0], best_eval_loss=task.best[1])
             summary = written(summary, progress, written_to)

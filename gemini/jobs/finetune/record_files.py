@@ -32,6 +32,8 @@ _LIST = ".json"  # a list of records, or records one after another
 _TABLES = {".csv": ",", ".tsv": "\t"}
 _COLUMNS = (".parquet", ".arrow")
 _RECORDS = (*_LINES, _LIST, *_TABLES, *_COLUMNS)
+_JSON_LINES = "JSON lines"
+_FORMATS = {_LIST: "JSON", ".csv": "CSV", ".tsv": "TSV", ".parquet": "parquet", ".arrow": "Arrow"}
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _ROWS_AT_ONCE = 64
 _WILDCARDS = "*?["
@@ -117,6 +119,13 @@ class _Source:
         return f"{self.option} {self.path}"
 
 
+def format_of(path: Path, *, as_lines: bool) -> str:
+    """Return the name of the format in which :func:`read_records` reads a file; "" for plain text."""
+    suffix = _suffix(path)
+    is_lines = suffix in _LINES or (as_lines and suffix not in _RECORDS)
+    return _JSON_LINES if is_lines else _FORMATS.get(suffix, "")
+
+
 def read_records(
     path: Path, *, as_lines: bool = False, is_text: bool = False, option: str = "--data"
 ) -> Iterator[Record]:
@@ -130,7 +139,7 @@ def read_records(
         ConfigError: the package that reads it is not installed.
     """
     suffix = _suffix(path)
-    if suffix in _LINES or (as_lines and suffix not in _RECORDS):
+    if format_of(path, as_lines=as_lines) == _JSON_LINES:
         read: Callable[[_Source, BinaryIO], Iterator[Record]] = _json_lines
     elif suffix == _LIST:
         read = _json_list

@@ -9,7 +9,7 @@ from typing import Any
 
 from gemini.errors import ConfigError, InputError
 from gemini.jobs.finetune.preferences import CHOSEN, REJECTED, split_prompt
-from gemini.jobs.finetune.record_files import DataFiles, Record, read_records
+from gemini.jobs.finetune.record_files import DataFiles, Record, format_of, read_records
 from gemini.system.config import did_you_mean
 from gemini.system.parsing import SyntaxProblem, parse_record
 
@@ -113,23 +113,26 @@ class Documents:
         self._pairs = pairs
         self._data = data
         self._format = data_format
+        self._as_lines = data_format not in (AUTO, TEXT)
         self._keys = parse_keys(keys)
 
     def __iter__(self) -> Iterator[Document]:
         self.counts.clear()
-        as_lines = self._format not in (AUTO, TEXT)
         for file in self._data.files:
             for record in read_records(
-                file, as_lines=as_lines, is_text=self._format == TEXT, option=self._data.option
+                file, as_lines=self._as_lines, is_text=self._format == TEXT, option=self._data.option
             ):
                 document = self._document(record)
                 self.counts[document.kind] += 1
                 yield document
 
     def describe(self) -> str:
-        """Return a description of the data, such as ``200 conversations (messages), train.jsonl``."""
+        """Return a description of the data, such as ``40 instructions (alpaca) in JSON, train.json``."""
         found = [f"{count:,} {_NOUNS[kind][count != 1]} ({kind})" for kind, count in self.counts.items()]
         files = self._data.files
+        formats = dict.fromkeys(format_of(file, as_lines=self._as_lines) for file in files)
+        if found and any(formats):
+            found[-1] += f" in {' and '.join(name or 'plain text' for name in formats)}"
         names = [files[0].name if len(files) == 1 else f"{len(files):,} files"]
         if self._data.left_out:
             names.append(f"without {', '.join(each.name for each in self._data.left_out):.200}")

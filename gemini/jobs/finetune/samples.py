@@ -328,7 +328,7 @@ _LAYOUTERS: dict[str, type[_Layouter]] = {
 
 def best_fit(pieces: list[Piece], room: int) -> Iterator[list[Piece]]:
     """Yield rows of at most ``room`` tokens. Pieces are placed longest first, each into the row with the
-    least sufficient space, the oldest among equal rows."""
+    smallest space that holds it, the oldest among equal rows."""
     rows: list[list[Piece]] = []
     spaces: list[int] = []  # distinct free sizes of rows that are not full, ascending
     with_space: dict[int, deque[int]] = defaultdict(deque)

@@ -250,13 +250,18 @@ class FineTuneTask:
                 self._tell(f"reading {each.document.place}: {count:,} {noun}, {tokens:,} tokens so far")
             yield each
 
+    @property
+    def data(self) -> str:
+        """A description of the training data."""
+        return self._documents.describe()
+
     def describe(self) -> list[str]:
         """Return lines about the trained weights, the data, its rows, and the steps."""
         noun = "pair" if self._is_dpo else "row"
         samples, held = self.samples, len(self._order.held_out)
         lines = [
             self._trained(),
-            f"data: {self._documents.describe()}",
+            f"data: {self.data}",
             f"data: {samples.num_tokens:,} tokens, {samples.num_learned:,} of them in the loss, in "
             f"{samples.num_rows:,} {'pairs of rows' if self._is_dpo else 'rows'} of {self.seq} "
             f"({LAYOUTS[samples.layout]}){f', {held:,} of them held out' if held else ''}; "

@@ -48,6 +48,8 @@ def summary_table(summary: Summary, title: str = "gemini train") -> Table:
     table.add_column(style="bold")
     table.add_column()
     table.add_row("parameters", f"{summary.parameters:,}")
+    if summary.data is not None:
+        table.add_row("data", Text(summary.data))
     table.add_row("model data", format_bytes(summary.model_data_bytes))
     if summary.ratio is not None:
         table.add_row("model data / (DEVICE + HOST)", f"{summary.ratio:.2f} x the budget")

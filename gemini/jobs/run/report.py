@@ -81,6 +81,7 @@ class Summary:
         eval_loss: the last held-out loss.
         best_step, best_eval_loss: the step with the lowest held-out loss, and that loss, if the run keeps its
             weights.
+        data: the kind, number and files of the records trained on.
         model: directory of the exported model or adapters.
         first_loss_step: the step of ``first_loss``, from 1. A resumed run has a step of the first run.
     """
@@ -104,6 +105,7 @@ class Summary:
     eval_loss: float | None = None
     best_eval_loss: float | None = None
     best_step: int | None = None
+    data: str | None = None
     checkpoint: str | None = None
     model: str | None = None
     picture: str | None = None
