@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -23,7 +23,12 @@ from gemini.parallel.pipeline.batches import (
 from gemini.parallel.pipeline.numbers import Draws
 from gemini.parallel.pipeline.orders import Action, Kind, Order
 from gemini.parallel.pipeline.split import StagedModel
-from gemini.parallel.pipeline.split_backward import PendingWeights, backward_input, backward_weights
+from gemini.parallel.pipeline.split_backward import (
+    PendingWeights,
+    backward_input,
+    backward_weights,
+    checkpoints_noted,
+)
 from gemini.parallel.pipeline.stage import Stage
 from gemini.parallel.pipeline.stage_messages import Incoming, StageMessages, ValueForm
 from gemini.parallel.pipeline.stage_pass import StageInputs
@@ -218,6 +223,7 @@ class _Run:
         self._held: dict[tuple[int, int], _Held] = {}
         self._coming: dict[tuple[int, int, bool], Sequence[Incoming | torch.Tensor]] = {}
         self._last = {stage: order.last_backward(stage) for stage in engine.stages}
+        self._is_whole: dict[int, bool] = {}  # by stage that has run forward: backward does not split
 
     # -- tensors between stages ------------------------------------------------------------------
 
@@ -349,6 +355,10 @@ class _Run:
             self._forward(action, stage)
             return
         accumulates = action != self._last[action.stage]
+        if self._is_whole[action.stage]:
+            if action.kind is Kind.WEIGHT:
+                return
+            action = replace(action, kind=Kind.BACKWARD)
         with self._engine.trained.no_sync() if accumulates else nullcontext():
             self._engine.trained.run_backward(lambda scale: self._backward(action, stage, scale))
 
@@ -361,7 +371,7 @@ class _Run:
         entered = [_entered(*each) for each in zip(received, returns, strict=True)]
         draws = Draws.of(self._seed, number, action.stage) if self._seed is not None else None
         call = ([inside for _, inside in entered], takes, gives, args, kwargs, draws)
-        outputs = self._engine.trained.forward(stage.run, call, {})
+        outputs = self._run_forward(stage, call, received)
         if action.stage == self._order.num_stages - 1:
             if self._keeps:
                 self.done.outputs.append(_detached(outputs))
@@ -376,6 +386,19 @@ class _Run:
         if training:
             kept = tuple(outside for outside, _ in entered if outside is not None)
             self._held[action.stage, number] = _Held(kept, outputs)
+
+    def _run_forward(self, stage: Stage, call: tuple[Any, ...], received: Sequence[torch.Tensor]) -> Any:
+        """Run a stage's forward pass; the first one shows whether its backward pass can be split. The first
+        stage, which receives nothing, never has an input's half."""
+        forward, index = self._engine.trained.forward, stage.index
+        if index in self._is_whole or not (self._order.splits and received and torch.is_grad_enabled()):
+            self._is_whole.setdefault(index, False)
+            return forward(stage.run, call, {})
+        with checkpoints_noted() as found:
+            outputs = forward(stage.run, call, {})
+        self._is_whole[index] = bool(found)
+        self._last[index] = self._order.last_backward(index, whole=bool(found))
+        return outputs
 
     def _loss(self, stage: Stage, output: Any, number: int) -> torch.Tensor:
         """Compute the loss of a micro-batch from the model's output, and keep it."""

@@ -56,11 +56,17 @@ class Order:
         """Return the stages of a rank, ascending."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
-    def last_backward(self, stage: int) -> Action:
-        """Return the action that completes the gradients of a stage's weights."""
-        ends = (Kind.BACKWARD, Kind.WEIGHT)
+    def last_backward(self, stage: int, *, whole: bool = False) -> Action:
+        """Return the action that completes the gradients of a stage's weights; ``whole``: if both halves run
+        where the input's half is due."""
+        ends = (Kind.BACKWARD, Kind.INPUT if whole else Kind.WEIGHT)
         actions = self.by_rank[self.rank_of[stage]]
         return next(a for a in reversed(actions) if a.stage == stage and a.kind in ends)
+
+    @cached_property
+    def splits(self) -> bool:
+        """Whether backward runs as two halves."""
+        return any(action.kind is Kind.WEIGHT for actions in self.by_rank for action in actions)
 
     @cached_property
     def places(self) -> Mapping[tuple[int, int, bool], int]:

@@ -1,15 +1,20 @@
-"""Split backward: first the gradients of a stage's input, later those of its weights."""
+"""Split backward: first the gradients of a stage's input, later those of its weights.
+
+A stage whose blocks call ``torch.utils.checkpoint`` does not split: autograd would compute these blocks again
+for the input's half and for each group of weights, and keep all the results until the graph is gone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import checkpoint
 
 
 @dataclass
@@ -29,6 +34,24 @@ class PendingWeights:
     groups: list[Group]
     outputs: list[torch.Tensor]
     grads: list[torch.Tensor]
+
+
+@contextmanager
+def checkpoints_noted() -> Iterator[list[bool]]:
+    """Yield a list with an entry for every call of ``torch.utils.checkpoint`` inside the block."""
+    found: list[bool] = []
+    plain = checkpoint._checkpoint_hook  # type: ignore[attr-defined]
+
+    class Noted(plain):  # type: ignore[misc, valid-type]
+        def __init__(self, frame: Any) -> None:
+            found.append(True)
+            super().__init__(frame)
+
+    checkpoint._checkpoint_hook = Noted  # type: ignore[attr-defined]
+    try:
+        yield found
+    finally:
+        checkpoint._checkpoint_hook = plain  # type: ignore[attr-defined]
 
 
 def backward_input(

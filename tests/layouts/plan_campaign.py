@@ -49,6 +49,7 @@ from gemini.planner.search import Question, search
 from gemini.planner.space import Pins
 from gemini.runtime.activation.block_groups import Names, flat_names
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
+from gemini.system.config import parse_bytes
 
 _PLENTY = StageCapacity(2**33)
 _TRIFLES = 16 * 2**10  # of DEVICE: scalars, ids and counts, which no plan has
@@ -248,8 +249,8 @@ def _times(groups: Iterable[Names]) -> Iterator[str]:
 def relaxed(capacity: StageCapacity, refusal: str) -> StageCapacity:
     """Return the budgets that a refusal says would do."""
     _, _, said = refusal.rpartition("For each rank ")
-    named = re.findall(r"(\w+_bytes) (\d+)", said.partition(" would do")[0])
-    larger = {name: int(value) for name, value in named}
+    named = re.findall(r"(\w+_bytes) ([\d.]+\w*)", said.partition(" would do")[0])
+    larger = {name: parse_bytes(value, name=name) for name, value in named}
     if not larger:
         raise AssertionError(f"the refusal names no budget that would do: {refusal}")
     return replace(capacity, **larger)

@@ -8,6 +8,8 @@ import pytest
 from pipeline_harness import ADAM, batch_of, language, loss_of
 from processes import run_on_ranks
 from tensor_harness import LANGUAGE_PLAN
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gemini import CPUAdam
 from gemini.parallel import Booster, HybridParallelPlugin
@@ -16,7 +18,21 @@ from gemini.parallel.pipeline.stage_messages import StageMessages
 BLOCKS = tuple(f"blocks.{index}" for index in range(4))
 
 
-def _step(style: str, micro_batches: int, options: dict[str, Any]) -> tuple[int, list[int]]:
+class Recomputed(nn.Module):
+    """A block that recomputes its activations by itself."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return out
+
+
+def _step(
+    style: str, micro_batches: int, options: dict[str, Any], by_model: bool = False
+) -> tuple[int, list[int]]:
     """Train two steps, of which the first finds what goes from stage to stage; return how many messages were
     under way at the end of the second, and how often each block ran in it."""
     plugin = HybridParallelPlugin(
@@ -28,10 +44,10 @@ def _step(style: str, micro_batches: int, options: dict[str, Any]) -> tuple[int,
         **options,
     )
     model, runs, left = language(), [0] * len(BLOCKS), []
-    for index, name in enumerate(BLOCKS):
-        model.get_submodule(name).up.register_forward_hook(
-            lambda *_, index=index: runs.__setitem__(index, runs[index] + 1)
-        )
+    for index, block in enumerate(model.blocks):
+        block.up.register_forward_hook(lambda *_, index=index: runs.__setitem__(index, runs[index] + 1))
+    if by_model:
+        model.blocks = nn.ModuleList(map(Recomputed, model.blocks))
     finish = StageMessages.finish
     booster = Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(model, CPUAdam(model.parameters(), **ADAM))
@@ -56,4 +72,10 @@ def test_a_rank_keeps_no_message_that_the_other_has_taken() -> None:
 def test_a_block_runs_twice_for_a_micro_batch_where_it_recomputes(style: str) -> None:
     chunks = {"num_model_chunks": 2} if style == "zbv" else {}
     found = run_on_ranks(_step, 2, style, 4, {"recompute": BLOCKS, **chunks})
+    assert [sum(each) for each in zip(*(runs for _, runs in found), strict=True)] == [8] * len(BLOCKS)
+
+
+@pytest.mark.parametrize("style", ["zero_bubble", "zbv"])
+def test_a_block_that_recomputes_by_itself_runs_twice_where_backward_is_split(style: str) -> None:
+    found = run_on_ranks(_step, 2, style, 4, {"num_model_chunks": 2}, True)
     assert [sum(each) for each in zip(*(runs for _, runs in found), strict=True)] == [8] * len(BLOCKS)
