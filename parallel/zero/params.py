@@ -211,13 +211,11 @@ class Bucket:
 
     def absorb(self, received: torch.Tensor) -> None:
         """Divide the sum of the received rows by ``mean_over`` and add it to this rank's mean. Rows are
-        summed in rank order.
+        summed in rank order, in the memory of the first, which is overwritten.
         """
         first = self.shards[0]
-        if self._mean_over == 1:
-            mean = received[0].to(first.master_dtype)
-        else:
-            mean = received[0].to(first.master_dtype, copy=True)
+        mean = received[0].to(first.master_dtype)
+        if self._mean_over != 1:
             for row in received[1:]:
                 mean.add_(row)
             mean.div_(self._mean_over)

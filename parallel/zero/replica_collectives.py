@@ -59,13 +59,19 @@ class _GatheredSums(Flight):
 
     def __init__(self, collectives: Collectives, parts: torch.Tensor, width: int, flight: Flight) -> None:
         super().__init__(parts, parts)
-        self._collectives, self._width, self._flight = collectives, width, flight
+        self._collectives, self._width = collectives, width
+        self._flight: Flight | None = flight
 
     def wait(self) -> torch.Tensor:
+        """Call it once: the parts are freed before the sums are gathered."""
+        assert self._flight is not None
         received = self._flight.wait()
         total = received[0].clone()
         for row in received[1:]:
             total.add_(row)
+        del received
+        self._flight = None
+        self._result = self._source = total
         whole = self._collectives.gather_all(total).wait()
         return whole.view(1, -1)[:, : self._width]
 
@@ -146,6 +152,9 @@ class Collectives:
         """Sum in the same order, and at the same cost, as if rows were sharded."""
         width = rows.numel()
         dtype = rows.dtype if rows.dtype.itemsize >= 4 else torch.float32
+        if width % self.size == 0 and dtype == rows.dtype and rows.is_contiguous():
+            parts = rows.view(self.size, -1)
+            return _GatheredSums(self, parts, width, self._swap_rows(parts))
         parts = torch.zeros(self.size, -(-width // self.size), dtype=dtype, device=rows.device)
         parts.view(-1)[:width] = rows[0]
         return _GatheredSums(self, parts, width, self._swap_rows(parts))
