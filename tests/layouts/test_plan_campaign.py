@@ -59,7 +59,7 @@ def test_more_than_was_planned_is_found() -> None:
 
 
 def test_a_refusal_that_names_no_budget_is_found() -> None:
-    text = "nothing fits. For each rank device_bytes 77 and disk_bytes 5 would do"
-    assert relaxed(StageCapacity(1, 2, 3), text) == StageCapacity(77, 2, 5)
+    text = "nothing fits. For each rank device_bytes 1.5MiB and disk_bytes 5B would do"
+    assert relaxed(StageCapacity(1, 2, 3), text) == StageCapacity(3 * MIB // 2, 2, 5)
     with pytest.raises(AssertionError, match="names no budget"):
         relaxed(StageCapacity(1, 2, 3), "nothing fits")
