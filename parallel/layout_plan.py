@@ -281,22 +281,23 @@ def model_bytes(params: Iterable[tuple[int, int, bool]], cut: DataCut) -> tuple[
         parameters += itemsize * (part if cut.zero_stage == 3 else numel)
         if not trains:
             continue
-        wide = max(itemsize, 4)
         master = _MASTER_BYTES if itemsize < 4 else 0
         states += (_ADAM_BYTES + master) * (numel if cut.zero_stage == 0 else part)
-        gradients += _gradient_bytes(numel, part, wide, cut)
+        gradients += _gradient_bytes(numel, part, itemsize, cut)
     return parameters, gradients, states
 
 
-def _gradient_bytes(numel: int, part: int, wide: int, cut: DataCut) -> int:
-    """Return the most gradient bytes of one parameter: the whole gradient while micro-batches accumulate,
-    plus the exchange buffer.
+def _gradient_bytes(numel: int, part: int, itemsize: int, cut: DataCut) -> int:
+    """Return the most gradient bytes of one parameter: the whole gradient while micro-batches accumulate, in
+    fp32 or a wider type, plus the mean. With one micro-batch the whole gradient has the parameter's type.
     """
+    wide = max(itemsize, 4)
     if cut.zero_stage == 3:
         return wide * (numel if cut.num_micro_batches > 1 else part)
     if cut.copies == 1 or cut.zero_stage == 2:
         return wide * numel
-    return wide * (numel + (numel if cut.zero_stage == 0 else part))
+    local = (wide if cut.num_micro_batches > 1 else itemsize) * numel
+    return local + wide * (numel if cut.zero_stage == 0 else part)
 
 
 @dataclass(frozen=True)

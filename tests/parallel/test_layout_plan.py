@@ -212,8 +212,8 @@ def test_experts_are_planned_in_any_type(sizes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("stage", "sizes"),
     [
-        (0, (14, 4 * (7 + 7), 12 * 7)),  # a sum is exchanged beside the gradient
-        (1, (14, 4 * (7 + 4), 12 * 4)),
+        (0, (14, 2 * 7 + 4 * 7, 12 * 7)),  # a sum is exchanged beside the gradient
+        (1, (14, 2 * 7 + 4 * 4, 12 * 4)),
         (2, (14, 4 * 7, 12 * 4)),
         (3, (2 * 4, 4 * 4, 12 * 4)),
     ],
@@ -223,3 +223,5 @@ def test_of_seven_elements_each_stage_cuts_what_it_says(stage: int, sizes: tuple
     cut = DataCut(2, stage, 1)
     assert model_bytes([(7, 2, True)], cut) == sizes
     assert model_bytes([(7, 2, False)], cut) == (sizes[0], 0, 0)
+    several = {0: 4 * (7 + 7), 1: 4 * (7 + 4), 3: 4 * 7}  # several micro-batches are summed in fp32
+    assert model_bytes([(7, 2, True)], DataCut(2, stage, 2))[1] == several.get(stage, sizes[1])
