@@ -239,8 +239,8 @@ class _Pricing:
         self._pricer, self._choice = pricer, choice
         key = (choice.part, choice.microbatch_size)
         self._costs = pricer.costs_of(*key)
-        self._order_of = choice.schedule, choice.layout.pp, choice.num_microbatches, choice.stages_per_rank
-        self._order: Order = make_order(*self._order_of)
+        self._schedule = choice.schedule, choice.layout.pp, choice.num_microbatches, choice.stages_per_rank
+        self._order: Order = make_order(*self._schedule)
         self._anyway = recomputed(choice.recompute, len(self._costs))
         self._copies = choice.layout.dp * choice.layout.sp
         self._take(pricer.ranges(*key, self._anyway, self._order.num_stages))
@@ -248,8 +248,18 @@ class _Pricing:
     def _take(self, ranges: Ranges) -> None:
         """Set the segments of each stage, and reset the groups that are recomputed."""
         self._ranges = ranges
+        self._order_of: OrderOf = (*self._schedule, self._whole())
+        self._order = make_order(*self._order_of)
         self.__dict__.pop("_gathers", None)
         self._recompute(alone(self._anyway))
+
+    def _whole(self) -> tuple[int, ...]:
+        """Return the stages whose backward does not split, since their blocks recompute by themselves. The
+        first stage has no input's half in any case."""
+        if not SCHEDULES[self._choice.schedule].splits:
+            return ()
+        spans = [self._costs[first:last] for first, last in self._ranges]
+        return tuple(at for at, own in enumerate(spans) if at and any(each.recomputes for each in own))
 
     def _recompute(self, groups: Groups) -> None:
         """Set the groups that are recomputed."""
@@ -512,12 +522,15 @@ class _Pricing:
         ranges = [self._ranges[stage] for stage in self._order.stages_of(rank)]
         kept = [self._held.kept(*each) for each in ranges]
         inner = [self._held.most(*each) for each in ranges]
+        in_half = [self._held.most_of_half(*each) for each in ranges]
         more = [self._held.between_halves(*each) for each in ranges]
 
         def most(moment: UnderWay) -> float:
             others = zip(moment.counts, kept, moment.halves, more, strict=True)
             held = sum(count * each + split * half for count, each, split, half in others)
-            return held + inner[moment.at] + (more[moment.at] if moment.is_half else 0.0)
+            if not moment.is_half:
+                return held + inner[moment.at]
+            return held + max(inner[moment.at], in_half[moment.at]) + more[moment.at]
 
         passing = passing_bytes(self._costs, self._ranges)
         return ceil(passing + max(map(most, under_way(self._order_of, rank))))

@@ -18,7 +18,7 @@ from gemini.planner.segment_costs import SegmentCosts
 
 Group = tuple[Item, ...]
 Groups = tuple[Group, ...]  # in the order of their segments
-OrderOf = tuple[str, int, int, int]  # the arguments of make_order
+OrderOf = tuple[str, int, int, int, tuple[int, ...]]  # the arguments of make_order
 _SLOTS = 64
 
 
@@ -63,6 +63,11 @@ class Held:
         has run: what was computed again, and the gradients with which those of weights begin."""
         whole = sum(self._costs[at].kept_bytes - self.kept_of(at) for at in range(first, last))
         return max(whole, 0.0) + sum(self._costs[at].output_bytes for at in range(first, last))
+
+    def most_of_half(self, first: int, last: int) -> float:
+        """Return the peak bytes of a stage while it runs the input's half of backward, without what
+        :meth:`between_halves` counts."""
+        return self.kept(first, last) + max(self._costs[at].half_bytes for at in range(first, last))
 
     def most(self, first: int, last: int) -> float:
         """Return the peak bytes of a stage while it runs one micro-batch."""

@@ -21,10 +21,13 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from gemini.errors import ConfigError, GeminiError
 from gemini.forecast.meter import Meter, Operation, Period
 from gemini.parallel.layout_plan import Run, cuttable, trainable_outline
+from gemini.parallel.pipeline.split_backward import checkpoints_noted
 from gemini.parallel.pipeline.units import Units, find_units
 from gemini.parallel.sequence.outline import SequenceOutline
 from gemini.parallel.sequence.parallelize import refuse_unfit_model
 from gemini.parallel.tensor.cut_outline import OutlineAxis, outline_part
+from gemini.parallel.tensor.layers import CutLayer
+from gemini.parallel.tensor.region import Region
 from gemini.runtime.intercept.cpu_operators import CpuAttention
 
 
@@ -106,6 +109,9 @@ class Segment:
         output_bytes: outputs of modules with weights that train. Between the halves of a split backward
             pass the gradients of these outputs wait for the gradients of the weights.
         received_bytes: all tensors with gradients that the segment begins with; another rank sends them.
+        half_bytes: peak of the input's half of a split backward pass, above what all segments keep: that
+            stays for the weights' half.
+        recomputes: the model itself recomputes activations in it, by ``torch.utils.checkpoint``.
     """
 
     name: str
@@ -120,6 +126,8 @@ class Segment:
     again_messages: Messages = field(default_factory=Counter)
     output_bytes: int = 0
     received_bytes: int = 0
+    half_bytes: int = 0
+    recomputes: bool = False
 
 
 @dataclass(frozen=True)
@@ -231,11 +239,15 @@ class _SegmentWatch:
         self.equal_segment: dict[int, int] = {}  # by segment that did not run: the equal segment that did
         self._forward = [_Stretch() for _ in range(self._count)]
         self._backward = [_Stretch() for _ in range(self._count)]
+        self._half = [_Stretch() for _ in range(self._count)]  # backward without the gradients of weights
+        self._is_half, self._inputs = False, list[torch.Tensor]()  # of the first block
         self._entered_bytes = [0] * (self._count + 1)
         self._input_bytes = [0] * self._count
         self._saved_bytes: list[list[int]] = [[] for _ in range(self._count)]
         self._again_messages: list[Messages] = [Counter() for _ in range(self._count)]
         self._output_bytes, self._received_bytes = [0] * self._count, [0] * self._count
+        self._regions: set[Region] = set()
+        self._recomputing: set[int] = set()  # segments that call torch.utils.checkpoint
         self._saved: set[int] = set()  # storages: those of weights, and those that a segment saved
         self._now = self._forward[0]
         self._entered = 0
@@ -253,6 +265,8 @@ class _SegmentWatch:
                 "once each"
             )
         self._entered = segment
+        for region in self._regions:  # a stage that ends here lets the copy go; no segment keeps it
+            region.forget_input()
         self._entered_bytes[segment] = self._meter.live_bytes
         self._begin(self._forward[segment])
         passed = [each for each in tensors if each.requires_grad]
@@ -260,7 +274,12 @@ class _SegmentWatch:
         received = {each.untyped_storage()._cdata: each.nbytes for each in passed}
         self._received_bytes[segment] = sum(received.values())
         if passed:
-            passed[0].register_hook(lambda _grad: self._begin(self._backward[segment - 1]))
+            passed[0].register_hook(lambda _grad: self._go_back(segment - 1))
+        if segment == 1:
+            self._inputs = passed
+
+    def _go_back(self, segment: int) -> None:
+        self._begin((self._half if self._is_half else self._backward)[segment])
 
     def _begin(self, stretch: _Stretch, keys: tuple[str, ...] = ()) -> None:
         self._now = stretch
@@ -298,15 +317,20 @@ class _SegmentWatch:
     def run(self, model: nn.Module, run: Run, sequences: SequenceOutline | None) -> None:
         """Run forward and backward."""
         self._saved |= {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
+        self._regions = {each.tensor_region for each in model.modules() if isinstance(each, CutLayer)}
         backward = torch.autograd.Variable._execution_engine.run_backward
         with torch.random.fork_rng(devices=[]), torch.device("meta"), CpuAttention(), self._meter:
             self._begin(self._forward[0])
             try:
-                with torch.autograd.graph.saved_tensors_hooks(self.save, lambda tensor: tensor):
+                with (
+                    torch.autograd.graph.saved_tensors_hooks(self.save, lambda tensor: tensor),
+                    checkpoints_noted(lambda: self._recomputing.add(self._entered)),
+                ):
                     loss = run(model, sequences)
                 if self._entered != self._count - 1:
                     raise _NotInARow(f"{self._entered} of {self._count - 2} blocks ran; stages run each once")
                 self._entered_bytes[self._count] = self._meter.live_bytes
+                self._run_half(loss)
                 self._begin(self._backward[-1])
                 backward(
                     (loss,),
@@ -324,6 +348,18 @@ class _SegmentWatch:
                     "cannot be rehearsed without values" if isinstance(error, RuntimeError) else "was refused"
                 )
                 raise ConfigError(f"the step {what}: {str(error).partition(chr(10))[0]}") from error
+
+    def _run_half(self, loss: torch.Tensor) -> None:
+        """Run backward as the input's half does: it computes no gradients of weights and keeps the graph."""
+        inputs, self._inputs = self._inputs, []
+        if self._count < 3 or not inputs or not loss.requires_grad:
+            return
+        self._is_half = True
+        try:
+            self._go_back(self._count - 1)
+            torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
+        finally:
+            self._is_half = False
 
     def segments(self, model: nn.Module, units: Units | None) -> tuple[Segment, ...]:
         """Return the recorded segments."""
@@ -348,6 +384,8 @@ class _SegmentWatch:
             self._again_messages[seen],
             self._output_bytes[seen],
             self._received_bytes[seen],
+            _peak(self._half[seen], self._entered_bytes[-1]),
+            seen in self._recomputing,
         )
 
 
@@ -366,8 +404,11 @@ def _pass(stretch: _Stretch, before: int) -> Pass:
     operations: Counter[Operation] = Counter()
     for period in stretch.periods:
         operations.update(period.operations)
-    peak = max((period.peak_bytes for period in stretch.periods), default=before)
-    return Pass(operations, stretch.messages, max(peak - before, 0))
+    return Pass(operations, stretch.messages, _peak(stretch, before))
+
+
+def _peak(stretch: _Stretch, before: int) -> int:
+    return max((period.peak_bytes - before for period in stretch.periods), default=0)
 
 
 @contextmanager

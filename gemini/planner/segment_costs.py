@@ -37,7 +37,7 @@ class SegmentCosts:
         peak_bytes: the larger peak of the two directions; ``forward_peak_bytes`` is that of forward.
         sent_bytes: bytes sent, by axis; ``forward_sent_bytes`` in forward, and ``again_sent_bytes`` by a
             block that is recomputed alone.
-        output_bytes, received_bytes: as in :class:`Segment`.
+        output_bytes, received_bytes, half_bytes, recomputes: as in :class:`Segment`.
         uses, gradients: computing time between uses of parameters. Extrapolated costs keep the times of
             fewer samples here.
     """
@@ -59,6 +59,8 @@ class SegmentCosts:
     again_sent_bytes: Mapping[str, float] = field(default_factory=dict)
     output_bytes: float = 0.0
     received_bytes: float = 0.0
+    half_bytes: float = 0.0
+    recomputes: bool = False
 
     @property
     def storable_bytes(self) -> float:
@@ -129,6 +131,8 @@ class Speeds:
             _sent(segment.again_messages),
             segment.output_bytes,
             segment.received_bytes,
+            segment.half_bytes,
+            segment.recomputes,
         )
 
     def _moments(self, uses: Sequence[Use], known: dict[int, float]) -> tuple[Moment, ...]:
@@ -195,6 +199,8 @@ def _between(one: SegmentCosts, two: SegmentCosts, steps: int) -> SegmentCosts:
         numbers("again_sent_bytes"),
         number("output_bytes"),
         number("received_bytes"),
+        number("half_bytes"),
+        one.recomputes,
     )
 
 

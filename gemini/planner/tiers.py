@@ -180,6 +180,9 @@ class StagePasses:
                 )
             if kind is not Kind.FORWARD:
                 touches += _backward(self.costs[at], base, kind)
+            if kind is Kind.INPUT:  # the graph stays for the weights' half
+                least = ceil(self._kept(first, last) + self.costs[at].half_bytes)
+                touches = [replace(each, reserve_bytes=max(each.reserve_bytes, least)) for each in touches]
             if at in self.stored and not touches and kind is not Kind.WEIGHT:  # it has no parameters
                 touches = [Touch((), False, 0.0, ceil(base + self.costs[at].peak_bytes))]
             if at in self.stored and touches:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from gemini.errors import ConfigError
 from gemini.parallel.pipeline.batches import (
@@ -394,7 +395,8 @@ class _Run:
         if index in self._is_whole or not (self._order.splits and received and torch.is_grad_enabled()):
             self._is_whole.setdefault(index, False)
             return forward(stage.run, call, {})
-        with checkpoints_noted() as found:
+        found: list[None] = []
+        with checkpoints_noted(lambda: found.append(None)):
             outputs = forward(stage.run, call, {})
         self._is_whole[index] = bool(found)
         self._last[index] = self._order.last_backward(index, whole=bool(found))
@@ -419,9 +421,14 @@ class _Run:
         if held.pending is not None:
             backward_weights(held.pending)
         else:
-            pairs = [(o, g) for o, g in zip(held.outputs, held.grads, strict=True) if o.requires_grad]
+            pairs = [
+                (get_gradient_edge(output), grad)
+                for output, grad in zip(held.outputs, held.grads, strict=True)
+                if output.requires_grad
+            ]
+            held.outputs = held.grads = ()  # frees outputs that the graph does not use
             if pairs:
-                torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+                torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
         del self._held[key]
         if action.kind is Kind.BACKWARD:
             self._send_gradients(action, held.received, [each.grad for each in held.received])

@@ -128,8 +128,11 @@ def ranks_of_stages(schedule: str, num_ranks: int, chunks: int) -> tuple[int, ..
 
 
 @cache
-def make_order(schedule: str, num_ranks: int, num_micro_batches: int, chunks: int = 1) -> Order:
-    """Return the order of a schedule over ``num_ranks``, each with ``chunks`` stages.
+def make_order(
+    schedule: str, num_ranks: int, num_micro_batches: int, chunks: int = 1, whole: tuple[int, ...] = ()
+) -> Order:
+    """Return the order of a schedule over ``num_ranks``, each with ``chunks`` stages. ``whole``: the stages
+    that do both halves of backward where the schedule has the input's half.
 
     Raises:
         ConfigError: the schedule does not support these numbers; the message says which it does.
@@ -153,7 +156,16 @@ def make_order(schedule: str, num_ranks: int, num_micro_batches: int, chunks: in
         found: Iterable[Iterable[Action]] = (make(r, num_ranks, num_micro_batches) for r in range(num_ranks))
     else:
         found = _of_torch(kind.of_torch, num_ranks, num_micro_batches, chunks)
-    return Order(schedule, num_micro_batches, rank_of, tuple(map(tuple, found)))
+    return Order(schedule, num_micro_batches, rank_of, tuple(tuple(_joined(each, whole)) for each in found))
+
+
+def _joined(actions: Iterable[Action], whole: tuple[int, ...]) -> Iterator[Action]:
+    """Yield the actions of a rank, with the halves of backward of the stages ``whole`` as one."""
+    for action in actions:
+        if action.stage not in whole or action.kind not in (Kind.INPUT, Kind.WEIGHT):
+            yield action
+        elif action.kind is Kind.INPUT:
+            yield Action(Kind.BACKWARD, action.stage, action.micro_batch)
 
 
 def _gpipe(rank: int, _num_ranks: int, count: int) -> Iterator[Action]:

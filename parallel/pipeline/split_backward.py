@@ -6,7 +6,7 @@ for the input's half and for each group of weights, and keep all the results unt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,21 +37,20 @@ class PendingWeights:
 
 
 @contextmanager
-def checkpoints_noted() -> Iterator[list[bool]]:
-    """Yield a list with an entry for every call of ``torch.utils.checkpoint`` inside the block."""
-    found: list[bool] = []
-    plain = checkpoint._checkpoint_hook  # type: ignore[attr-defined]
+def checkpoints_noted(note: Callable[[], object]) -> Iterator[None]:
+    """Call ``note`` for every call of ``torch.utils.checkpoint`` inside the block."""
+    plain: Any = checkpoint._checkpoint_hook
 
-    class Noted(plain):  # type: ignore[misc, valid-type]
+    class Noted(plain):  # type: ignore[misc]
         def __init__(self, frame: Any) -> None:
-            found.append(True)
+            note()
             super().__init__(frame)
 
-    checkpoint._checkpoint_hook = Noted  # type: ignore[attr-defined]
+    checkpoint._checkpoint_hook = Noted  # type: ignore[misc]
     try:
-        yield found
+        yield
     finally:
-        checkpoint._checkpoint_hook = plain  # type: ignore[attr-defined]
+        checkpoint._checkpoint_hook = plain  # type: ignore[misc]
 
 
 def backward_input(

@@ -236,6 +236,11 @@ class Region:
             now.source, now.version, now.copied = x, x._version, copy(x, self.axis)
         return now.copied
 
+    def forget_input(self) -> None:
+        """Let the copy of the last input go, as the end of a forward pass does."""
+        now = self._now()
+        now.source = now.copied = None
+
     def gathered(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Concatenate the ranks' parts."""
         return gather(x, self.axis, dim)
