@@ -254,7 +254,7 @@ class _Pricing:
         self._recompute(alone(self._anyway))
 
     def _whole(self) -> tuple[int, ...]:
-        """Return the stages whose backward does not split, since their blocks recompute by themselves. The
+        """Return the stages that do not split backward, since their blocks recompute by themselves. The
         first stage has no input's half in any case."""
         if not SCHEDULES[self._choice.schedule].splits:
             return ()

@@ -188,7 +188,7 @@ def passing_bytes(costs: Sequence[SegmentCosts], ranges: Sequence[tuple[int, int
 
 class UnderWay(NamedTuple):
     """A moment of a rank: its stage ``at`` runs a micro-batch; of others it holds the activations, so many
-    ``counts`` by stage, of which ``halves`` have run the input's half of backward. ``is_half``: the one that
+    ``counts`` by stage. ``halves`` of these have run the input's half of backward. ``is_half``: the one that
     runs is in such a half."""
 
     at: int

@@ -1,7 +1,7 @@
 """Split backward: first the gradients of a stage's input, later those of its weights.
 
-A stage whose blocks call ``torch.utils.checkpoint`` does not split: autograd would compute these blocks again
-for the input's half and for each group of weights, and keep all the results until the graph is gone.
+A stage with blocks that call ``torch.utils.checkpoint`` does not split: autograd would compute these blocks
+again for the input's half and for each group of weights, and keep all the results until the graph is gone.
 """
 
 from __future__ import annotations
