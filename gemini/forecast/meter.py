@@ -96,7 +96,8 @@ class Meter(TorchDispatchMode):
         self.num_guesses = 0
         self._prelude = Period()
         self._live_bytes = 0
-        self._known: set[int] = set()  # storages that are counted, or that were there before
+        # Storages that are counted, or that were there before: how many periods had begun when each was made.
+        self._known: dict[int, int] = {}
         self._operations: dict[Any, Operation] = {}
 
     def open_period(self) -> None:
@@ -119,6 +120,11 @@ class Meter(TorchDispatchMode):
     def live_bytes(self) -> int:
         """Bytes of storages made by the step that are still alive."""
         return self._live_bytes
+
+    def period_of(self, tensor: torch.Tensor) -> int:
+        """Return how many periods had begun when an operator made the memory of ``tensor``; -1 if it was
+        there before."""
+        return self._known.get(tensor.untyped_storage()._cdata, -1)
 
     @property
     def _period(self) -> Period:
@@ -171,14 +177,14 @@ class Meter(TorchDispatchMode):
         key = storage._cdata
         if key in self._known:
             return
-        self._known.add(key)
+        self._known[key] = len(self.periods) if new else -1
         nbytes = storage.nbytes() if new else 0
         self._live_bytes += nbytes
         self._period.peak_bytes = max(self._period.peak_bytes, self._live_bytes)
         weakref.finalize(storage, self._forget, key, nbytes)
 
     def _forget(self, key: int, nbytes: int) -> None:
-        self._known.discard(key)
+        self._known.pop(key, None)
         self._live_bytes -= nbytes
 
     def _operation(self, func: Any, args: Any, kwargs: Any, out: Any) -> Operation:

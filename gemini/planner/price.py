@@ -541,7 +541,7 @@ class _Pricing:
         peaks = (max(each.peak_bytes, each.forward_peak_bytes) for _, each in self._segments(rank))
         stay = sum(each.kept_bytes - each.storable_bytes for _, each in self._segments(rank))
         firsts = (self._ranges[stage][0] for stage in self._order.stages_of(rank))
-        stay += sum(self._costs[first].received_bytes for first in firsts if first)  # from another rank
+        stay += sum(self._costs[first].begin_bytes for first in firsts if first)  # from another rank
         most = max(sum(each.counts) for each in under_way(self._order_of, rank)) + 1
         halves = max(sum(each.halves) + each.is_half for each in under_way(self._order_of, rank))
         waiting = sum(each.output_bytes for _, each in self._segments(rank))

@@ -55,7 +55,7 @@ class Held:
 
     def kept(self, first: int, last: int) -> float:
         """Return what a stage leaves of one micro-batch, its input from another rank included."""
-        received = self._costs[first].received_bytes if first else 0
+        received = self._costs[first].begin_bytes if first else 0
         return received + sum(self.kept_of(at) for at in range(first, last))
 
     def between_halves(self, first: int, last: int) -> float:
@@ -77,7 +77,7 @@ class Held:
                 items.append(at)
             elif at in self._group_at:
                 items.append(self._group_at[at])
-        received = self._costs[first].received_bytes if first else 0
+        received = self._costs[first].begin_bytes if first else 0
         return self._most(items, received, 0.0)
 
     def _most(self, items: Sequence[Item], held: float, gradient: float) -> float:
@@ -99,11 +99,15 @@ class Held:
             if isinstance(item, int):
                 most = max(most, under + costs[item].peak_bytes)
             else:
-                most = max(most, self._most(item, under, self._output(blocks_of(item)[-1])))
+                most = max(most, self._most(item, under, self._carried(blocks_of(item)[-1])))
         return most
 
+    def _carried(self, at: int) -> float:
+        """Return the bytes of gradients when a block begins to recompute: at least that of its output."""
+        return max(self._costs[at].carried_bytes, self._output(at))
+
     def _output(self, at: int) -> float:
-        """Return the bytes of a segment's output; its gradient has the same size."""
+        """Return the bytes of a segment's output."""
         return self._costs[at + 1].input_bytes if at + 1 < len(self._costs) else 0.0
 
 
@@ -126,7 +130,7 @@ def rotor_of(costs: Sequence[SegmentCosts], first: int, last: int) -> Rotor:
                 stays=at in (0, len(costs) - 1),
             )
         )
-    received = costs[first].received_bytes if first else 0.0
+    received = costs[first].begin_bytes if first else 0.0
     return Rotor(Chain(tuple(blocks), ceil(received)), slots=_SLOTS)
 
 

@@ -108,7 +108,12 @@ class Segment:
             recomputed alone stops there.
         output_bytes: outputs of modules with weights that train. Between the halves of a split backward
             pass the gradients of these outputs wait for the gradients of the weights.
-        received_bytes: all tensors with gradients that the segment begins with; another rank sends them.
+        received_bytes: all tensors that the segment begins with and that need a gradient or come from the
+            last block; another rank sends them.
+        front_bytes: tensors that autograd saves in it, and that the layers before the blocks made: each stage
+            makes its own.
+        carried_bytes: gradients when backward first needs a tensor that the segment saved, where a block that
+            recomputes begins to.
         half_bytes: peak of the input's half of a split backward pass, above what all segments keep: that
             stays for the weights' half.
         recomputes: the model itself recomputes activations in it, by ``torch.utils.checkpoint``.
@@ -126,6 +131,8 @@ class Segment:
     again_messages: Messages = field(default_factory=Counter)
     output_bytes: int = 0
     received_bytes: int = 0
+    front_bytes: int = 0
+    carried_bytes: int = 0
     half_bytes: int = 0
     recomputes: bool = False
 
@@ -241,12 +248,19 @@ class _SegmentWatch:
         self._backward = [_Stretch() for _ in range(self._count)]
         self._half = [_Stretch() for _ in range(self._count)]  # backward without the gradients of weights
         self._is_half, self._inputs = False, list[torch.Tensor]()  # of the first block
+        self._entered_back = 0  # the segment that runs backward
+        self._carried: dict[
+            int, int
+        ] = {}  # by segment: bytes alive when backward first needed a saved tensor
         self._entered_bytes = [0] * (self._count + 1)
         self._input_bytes = [0] * self._count
         self._saved_bytes: list[list[int]] = [[] for _ in range(self._count)]
         self._again_messages: list[Messages] = [Counter() for _ in range(self._count)]
         self._output_bytes, self._received_bytes = [0] * self._count, [0] * self._count
         self._regions: set[Region] = set()
+        self._returned: set[int] = set()  # storages of the outputs of the last block that has run
+        self._front_periods = 0  # those before the first block
+        self._from_front: list[dict[int, int]] = [{} for _ in range(self._count)]  # bytes by storage
         self._recomputing: set[int] = set()  # segments that call torch.utils.checkpoint
         self._saved: set[int] = set()  # storages: those of weights, and those that a segment saved
         self._now = self._forward[0]
@@ -271,14 +285,19 @@ class _SegmentWatch:
         self._begin(self._forward[segment])
         passed = [each for each in tensors if each.requires_grad]
         self._input_bytes[segment] = sum(each.nbytes for each in passed[:1] or tensors[:1])
-        received = {each.untyped_storage()._cdata: each.nbytes for each in passed}
+        received = {
+            each.untyped_storage()._cdata: each.nbytes
+            for each in tensors
+            if each.requires_grad or each.untyped_storage()._cdata in self._returned
+        }
         self._received_bytes[segment] = sum(received.values())
         if passed:
             passed[0].register_hook(lambda _grad: self._go_back(segment - 1))
         if segment == 1:
-            self._inputs = passed
+            self._inputs, self._front_periods = passed, len(self._meter.periods) - 1
 
     def _go_back(self, segment: int) -> None:
+        self._entered_back = segment
         self._begin((self._half if self._is_half else self._backward)[segment])
 
     def _begin(self, stretch: _Stretch, keys: tuple[str, ...] = ()) -> None:
@@ -297,6 +316,10 @@ class _SegmentWatch:
         """Note what a module with weights that train has returned."""
         self._output_bytes[self._entered] += sum(each.nbytes for each in tensors)
 
+    def returned_block(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note what a block has returned."""
+        self._returned = {each.untyped_storage()._cdata for each in tensors}
+
     def complete(self, key: str) -> None:
         """Record that the operators until now completed the gradient of a parameter."""
         self._now.keys[-1] = (key,)
@@ -308,11 +331,19 @@ class _SegmentWatch:
         storage = tensor.untyped_storage()
         key = storage._cdata
         self._again_messages[self._entered] = self._now.messages.copy()
+        if self._entered and 0 <= self._meter.period_of(tensor) <= self._front_periods:
+            self._from_front[self._entered][key] = storage.nbytes()
         if key not in self._saved:
             self._saved.add(key)
             weakref.finalize(storage, self._saved.discard, key)  # a later storage may get the same address
             self._saved_bytes[self._entered].append(storage.nbytes())
         return tensor.detach()
+
+    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that autograd saved, which backward needs now."""
+        if not self._is_half:
+            self._carried.setdefault(self._entered_back, self._meter.live_bytes)
+        return tensor
 
     def run(self, model: nn.Module, run: Run, sequences: SequenceOutline | None) -> None:
         """Run forward and backward."""
@@ -323,7 +354,7 @@ class _SegmentWatch:
             self._begin(self._forward[0])
             try:
                 with (
-                    torch.autograd.graph.saved_tensors_hooks(self.save, lambda tensor: tensor),
+                    torch.autograd.graph.saved_tensors_hooks(self.save, self.unpack),
                     checkpoints_noted(lambda: self._recomputing.add(self._entered)),
                 ):
                     loss = run(model, sequences)
@@ -331,7 +362,7 @@ class _SegmentWatch:
                     raise _NotInARow(f"{self._entered} of {self._count - 2} blocks ran; stages run each once")
                 self._entered_bytes[self._count] = self._meter.live_bytes
                 self._run_half(loss)
-                self._begin(self._backward[-1])
+                self._go_back(self._count - 1)
                 backward(
                     (loss,),
                     (torch.ones_like(loss),),
@@ -350,9 +381,10 @@ class _SegmentWatch:
                 raise ConfigError(f"the step {what}: {str(error).partition(chr(10))[0]}") from error
 
     def _run_half(self, loss: torch.Tensor) -> None:
-        """Run backward as the input's half does: it computes no gradients of weights and keeps the graph."""
+        """Run backward as the input's half does: it computes no gradients of weights and keeps the graph. A
+        model that recomputes by itself is not split."""
         inputs, self._inputs = self._inputs, []
-        if self._count < 3 or not inputs or not loss.requires_grad:
+        if self._count < 3 or self._recomputing or not inputs or not loss.requires_grad:
             return
         self._is_half = True
         try:
@@ -370,6 +402,7 @@ class _SegmentWatch:
     def _segment(self, at: int, name: str, owned: Sequence[tuple[ParameterSize, ...]]) -> Segment:
         seen = self.equal_segment.get(at, at)
         before, after = self._entered_bytes[seen : seen + 2]
+        output = self._input_bytes[seen + 1] if seen + 1 < self._count else 0  # freed by then
         forward, backward = self._forward[seen], self._backward[seen]
         return Segment(
             name,
@@ -384,6 +417,8 @@ class _SegmentWatch:
             self._again_messages[seen],
             self._output_bytes[seen],
             self._received_bytes[seen],
+            sum(self._from_front[seen].values()),
+            max(self._carried.get(seen, 0) - after, 0) + output,
             _peak(self._half[seen], self._entered_bytes[-1]),
             seen in self._recomputing,
         )
@@ -436,6 +471,7 @@ def _watched(model: nn.Module, units: Units | None, watch: _SegmentWatch) -> Ite
     for at, name in enumerate(() if units is None else units.blocks, 1):
         block = model.get_submodule(name)
         hooks.append(block.register_forward_pre_hook(partial(begin, at), with_kwargs=True))
+        hooks.append(block.register_forward_hook(lambda *given: watch.returned_block(_tensors(given[2]))))
         if units is not None and at == len(units.blocks):
             hooks.append(block.register_forward_hook(partial(end, at + 1)))
     for module in model.modules():

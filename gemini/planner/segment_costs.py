@@ -37,7 +37,8 @@ class SegmentCosts:
         peak_bytes: the larger peak of the two directions; ``forward_peak_bytes`` is that of forward.
         sent_bytes: bytes sent, by axis; ``forward_sent_bytes`` in forward, and ``again_sent_bytes`` by a
             block that is recomputed alone.
-        output_bytes, received_bytes, half_bytes, recomputes: as in :class:`Segment`.
+        output_bytes, received_bytes, front_bytes, carried_bytes, half_bytes, recomputes: as in
+            :class:`Segment`.
         uses, gradients: computing time between uses of parameters. Extrapolated costs keep the times of
             fewer samples here.
     """
@@ -59,8 +60,15 @@ class SegmentCosts:
     again_sent_bytes: Mapping[str, float] = field(default_factory=dict)
     output_bytes: float = 0.0
     received_bytes: float = 0.0
+    front_bytes: float = 0.0
+    carried_bytes: float = 0.0
     half_bytes: float = 0.0
     recomputes: bool = False
+
+    @property
+    def begin_bytes(self) -> float:
+        """What a stage that begins here holds of a micro-batch besides what its segments keep."""
+        return self.received_bytes + self.front_bytes
 
     @property
     def storable_bytes(self) -> float:
@@ -131,6 +139,8 @@ class Speeds:
             _sent(segment.again_messages),
             segment.output_bytes,
             segment.received_bytes,
+            segment.front_bytes,
+            segment.carried_bytes,
             segment.half_bytes,
             segment.recomputes,
         )
@@ -199,6 +209,8 @@ def _between(one: SegmentCosts, two: SegmentCosts, steps: int) -> SegmentCosts:
         numbers("again_sent_bytes"),
         number("output_bytes"),
         number("received_bytes"),
+        number("front_bytes"),
+        number("carried_bytes"),
         number("half_bytes"),
         one.recomputes,
     )

@@ -84,7 +84,7 @@ def _needs(costs: Sequence[SegmentCosts], again: frozenset[int], rooms: StageRoo
     """Return the bytes that each stage lacks for each range of segments; negative values are spare bytes."""
     held = Held(costs, alone(again))
     kept = sums_between([held.kept_of(at) for at in range(len(costs))])
-    received = np.array([0.0, *(each.received_bytes for each in costs[1:]), 0.0])[:, None]
+    received = np.array([0.0, *(each.begin_bytes for each in costs[1:]), 0.0])[:, None]
     # Peak of one running micro-batch: bytes that the segments before keep, plus the segment's own peak.
     count = len(costs)
     peaks = np.full((count + 1, count + 1), -np.inf)

@@ -149,7 +149,7 @@ class StagePasses:
         return passes
 
     def _kept(self, first: int, last: int) -> float:
-        received = self.costs[first].received_bytes if first else 0.0
+        received = self.costs[first].begin_bytes if first else 0.0
         return received + sum(map(self.kept_of, range(first, last)))
 
     def _touches(self, kind: Kind, stage: int) -> tuple[Touch, ...]:
@@ -174,8 +174,9 @@ class StagePasses:
             base = self._kept(first, at)
             touches: list[Touch] = []
             if kind is Kind.FORWARD or at in self.again:
+                carried = 0.0 if kind is Kind.FORWARD else self.costs[at].carried_bytes
                 touches += (
-                    Touch(use.keys, False, use.seconds, ceil(base + use.peak_bytes))
+                    Touch(use.keys, False, use.seconds, ceil(base + carried + use.peak_bytes))
                     for use in self.costs[at].uses
                 )
             if kind is not Kind.FORWARD:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import pytest
 import torch
 from planner_models import Net, net, run_of
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gemini import ConfigError
 from gemini.planner import records
@@ -144,3 +146,51 @@ def test_a_value_that_is_not_there_is_named() -> None:
         model = Asks((8, 8))
     with pytest.raises(ConfigError, match="without values"):
         recorded(model)
+
+
+class Scaled(nn.Module):
+    """Takes a table that was made in front, and hands on how large its input is, which needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, table: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.up(x) * table + size, x.detach().abs()
+
+
+class ScaledNet(Net):
+    def __init__(self) -> None:
+        super().__init__((16, 16))
+        self.blocks = nn.ModuleList((Scaled(), Scaled()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        table, size = torch.ones(8, 16, device=x.device, dtype=x.dtype).cos(), x.detach().abs()
+        for block in self.blocks:
+            x, size = block(x, table, size)
+        out: Tensor = self.head(x)
+        return out
+
+
+def test_what_a_stage_begins_with_is_told_apart_from_what_it_makes_itself() -> None:
+    with torch.device("meta"):
+        record = recorded(ScaledNet().train())
+    inputs = 4 * 2 * 8 * 16
+    assert record.segments[2].front_bytes == 4 * 8 * 16  # the table
+    assert record.segments[2].received_bytes == 2 * inputs  # the sizes need no gradient
+
+
+def test_the_input_half_of_backward_keeps_the_graph() -> None:
+    for block in recorded(net(16, 16)).segments[1:3]:
+        assert block.half_bytes >= 2 * block.input_bytes  # gradients of the sum and of what is added to it
+        assert block.carried_bytes >= block.input_bytes
+
+
+def test_blocks_that_recompute_by_themselves_are_seen() -> None:
+    model = net(16, 16)
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    record = recorded(model)
+    assert [each.recomputes for each in record.segments] == [False, True, True, False]
+    assert not any(each.recomputes for each in recorded(net(16, 16)).segments)
