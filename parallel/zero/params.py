@@ -211,10 +211,10 @@ class Bucket:
 
     def absorb(self, received: torch.Tensor) -> None:
         """Divide the sum of the received rows by ``mean_over`` and add it to this rank's mean. Rows are
-        summed in rank order, in the memory of the first, which is overwritten.
+        summed in rank order. A single row is overwritten; of several the mean must not keep the memory.
         """
         first = self.shards[0]
-        mean = received[0].to(first.master_dtype)
+        mean = received[0].to(first.master_dtype, copy=len(received) > 1)
         if self._mean_over != 1:
             for row in received[1:]:
                 mean.add_(row)
