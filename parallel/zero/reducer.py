@@ -174,7 +174,7 @@ class GradientReducer:
                 self._arrive(shard)
 
     def _send(self, bucket: Bucket) -> None:
-        if self._partition and len(self._flights) >= MAX_FLIGHTS:
+        if len(self._flights) >= MAX_FLIGHTS:  # each holds what it receives
             self._land()
         first = bucket.shards[0]
         dtype = self._wire_dtype or (first.master_dtype if self._wide else bucket.dtype)

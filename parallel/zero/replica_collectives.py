@@ -65,15 +65,19 @@ class _GatheredSums(Flight):
     def wait(self) -> torch.Tensor:
         """Call it once: the parts are freed before the sums are gathered."""
         assert self._flight is not None
-        received = self._flight.wait()
-        total = received[0].clone()
-        for row in received[1:]:
-            total.add_(row)
-        del received
+        total = _in_order(self._flight.wait())
         self._flight = None
         self._result = self._source = total
         whole = self._collectives.gather_all(total).wait()
         return whole.view(1, -1)[:, : self._width]
+
+
+def _in_order(rows: torch.Tensor) -> torch.Tensor:
+    """Return the sum of ``rows``, added one after another."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total.add_(row)
+    return total
 
 
 class Collectives:
