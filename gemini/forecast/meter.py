@@ -96,8 +96,9 @@ class Meter(TorchDispatchMode):
         self.num_guesses = 0
         self._prelude = Period()
         self._live_bytes = 0
-        # Storages that are counted, or that were there before: how many periods had begun when each was made.
-        self._known: dict[int, int] = {}
+        # Storages that are counted, or that were there before: how many periods had begun when each was made
+        # (-1: it was there before), and its bytes.
+        self._known: dict[int, tuple[int, int]] = {}
         self._operations: dict[Any, Operation] = {}
 
     def open_period(self) -> None:
@@ -124,7 +125,15 @@ class Meter(TorchDispatchMode):
     def period_of(self, tensor: torch.Tensor) -> int:
         """Return how many periods had begun when an operator made the memory of ``tensor``; -1 if it was
         there before."""
-        return self._known.get(tensor.untyped_storage()._cdata, -1)
+        return self._known.get(tensor.untyped_storage()._cdata, (-1, 0))[0]
+
+    def live_by_period(self) -> Counter[int]:
+        """Return the bytes of storages made by the step that are still alive, by how many periods had begun
+        when each was made."""
+        found: Counter[int] = Counter()
+        for period, nbytes in self._known.values():
+            found[period] += nbytes
+        return found
 
     @property
     def _period(self) -> Period:
@@ -177,8 +186,8 @@ class Meter(TorchDispatchMode):
         key = storage._cdata
         if key in self._known:
             return
-        self._known[key] = len(self.periods) if new else -1
         nbytes = storage.nbytes() if new else 0
+        self._known[key] = len(self.periods) if new else -1, nbytes
         self._live_bytes += nbytes
         self._period.peak_bytes = max(self._period.peak_bytes, self._live_bytes)
         weakref.finalize(storage, self._forget, key, nbytes)

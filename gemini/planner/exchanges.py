@@ -19,9 +19,10 @@ _ROUND_BYTES = 64  # approximate message with which ranks agree before they gath
 
 
 class GradientBucket(NamedTuple):
-    """Gradients that are exchanged together: their bytes in the type in which they are summed, and the bytes
-    of their weights."""
+    """Gradients that are exchanged together: their number, their bytes in the type in which they are summed,
+    and the bytes of their weights."""
 
+    numel: int
     wide_bytes: int
     own_bytes: int
 
@@ -67,7 +68,7 @@ def buckets_of(parameters: Sequence[ParameterSize]) -> tuple[GradientBucket, ...
         numel, wide, own = found[-1]
         nbytes = each.numel * each.itemsize
         found[-1] = numel + each.numel, wide + max(nbytes, 4 * each.numel), own + nbytes
-    return tuple(GradientBucket(wide, own) for _, wide, own in found)
+    return tuple(GradientBucket(*each) for each in found)
 
 
 def chunks_of(parameters: Iterable[ParameterSize], table: ChunkTable | None) -> tuple[GradientBucket, ...]:
@@ -75,10 +76,12 @@ def chunks_of(parameters: Iterable[ParameterSize], table: ChunkTable | None) -> 
     so that the time is not overestimated."""
     if table is not None:
         trained = [each for each in table.groups if each.trainable]
-        return tuple(GradientBucket(4 * each.numel, each.numel * each.dtype.itemsize) for each in trained)
+        return tuple(
+            GradientBucket(each.numel, 4 * each.numel, each.numel * each.dtype.itemsize) for each in trained
+        )
     sizes = [each for each in parameters if each.trains]
     numel, own = sum(each.numel for each in sizes), sum(each.numel * each.itemsize for each in sizes)
-    return (GradientBucket(4 * numel, own),) if sizes else ()
+    return (GradientBucket(numel, 4 * numel, own),) if sizes else ()
 
 
 def whole_sizes(parameters: Iterable[ParameterSize], table: ChunkTable | None) -> tuple[int, ...]:

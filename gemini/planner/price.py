@@ -14,6 +14,7 @@ from gemini.memstats.trace import Trace
 from gemini.parallel.layout_plan import DataCut, model_bytes
 from gemini.parallel.pipeline.layers import partition_balanced
 from gemini.parallel.pipeline.orders import SCHEDULES, Kind, Order, Simulated, make_order, simulate_actions
+from gemini.parallel.zero.reducer import MAX_FLIGHTS
 from gemini.planner.chunks import ChunkSizes, ChunkTable, StageCapacity
 from gemini.planner.exchanges import (
     Gathers,
@@ -457,7 +458,10 @@ class _Pricing:
         parameters, gradients, states = self._model_bytes(rank)
         activations = self._activations(rank)
         chunks = self._chunks(rank)
-        needed = least = max(activations, self._updating(rank)) + chunks.total_bytes
+        exchanging = self._exchanging(rank)
+        # The only bucket of a rank is sent when activations are gone.
+        beside = activations + (exchanging if len(self._exchanged(rank)) > 1 else 0)
+        needed = least = max(beside, exchanging, self._updating(rank)) + chunks.total_bytes
         device_bytes = self._device_bytes
         if choice.uses_lower and needed > device_bytes:
             least = chunks.working_bytes + (self._working(rank) if choice.offloads else activations)
@@ -478,6 +482,23 @@ class _Pricing:
         in the allocator's heap up to a share."""
         given = self._pricer.capacity.device_bytes
         return given - given // SLACK_SHARE if self._choice.offloads else given
+
+    def _exchanging(self, rank: int) -> int:
+        """Return what ZeRO 0 to 2 hold besides gradients while these are exchanged: what the buckets under
+        way receive. With ZeRO 0 it replaces the means to come, but parts of unequal size or another type are
+        copied, and a rank has its part of the sum."""
+        choice, ranks = self._choice, self._copies
+        if ranks == 1 or choice.zero_stage == 3:
+            return 0
+        buckets = self._exchanged(rank)
+        under_way = min(len(buckets), MAX_FLIGHTS)
+        if choice.zero_stage == 0:
+            wide = max((each.wide_bytes for each in buckets), default=0)
+            narrow = choice.num_microbatches == 1 and any(b.own_bytes < b.wide_bytes for b in buckets)
+            copied = narrow or any(each.numel % ranks for each in buckets)
+            return under_way * wide * copied + ceil(wide / ranks)
+        sent = (b.wide_bytes if choice.num_microbatches > 1 else b.own_bytes for b in buckets)
+        return under_way * max(sent, default=0)
 
     def _updating(self, rank: int) -> int:
         """Return what ZeRO 1 and 2 hold besides at the end of a step, when activations are gone: the weights

@@ -48,10 +48,12 @@ class Held:
         self._group_at = {blocks_of(group)[0]: group for group in groups}
 
     def kept_of(self, at: int) -> float:
-        """Return the bytes that forward keeps of a segment. A group keeps only its input."""
+        """Return the bytes that forward keeps of a segment. A group keeps only its input, and what code
+        behind its blocks makes."""
+        own = self._costs[at]
         if at not in self.times:
-            return self._costs[at].kept_bytes
-        return self._costs[at].input_bytes if at in self._group_at else 0.0
+            return own.kept_bytes
+        return own.rest_bytes + (own.input_bytes if at in self._group_at else 0.0)
 
     def kept(self, first: int, last: int) -> float:
         """Return what a stage leaves of one micro-batch, its input from another rank included."""
@@ -95,6 +97,7 @@ class Held:
                 most = max(most, held + gradient + given + costs[at].forward_peak_bytes)
                 given = self._output(at)
             held += costs[blocks_of(item)[0]].input_bytes
+            held += sum(costs[at].rest_bytes for at in blocks_of(item))
         for item, under in zip(items, before, strict=True):
             if isinstance(item, int):
                 most = max(most, under + costs[item].peak_bytes)

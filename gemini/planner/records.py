@@ -6,12 +6,14 @@ The segments are the blocks between which a model is cut into stages, one segmen
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -110,6 +112,8 @@ class Segment:
             pass the gradients of these outputs wait for the gradients of the weights.
         received_bytes: all tensors that the segment begins with and that need a gradient or come from the
             last block; another rank sends them.
+        rest_bytes: those of ``kept_bytes`` that code behind the block makes, before the next block. They stay
+            where the block recomputes.
         front_bytes: tensors that autograd saves in it, and that the layers before the blocks made: each stage
             makes its own.
         carried_bytes: gradients when backward first needs a tensor that the segment saved, where a block that
@@ -131,6 +135,7 @@ class Segment:
     again_messages: Messages = field(default_factory=Counter)
     output_bytes: int = 0
     received_bytes: int = 0
+    rest_bytes: int = 0
     front_bytes: int = 0
     carried_bytes: int = 0
     half_bytes: int = 0
@@ -247,12 +252,15 @@ class _SegmentWatch:
         self._forward = [_Stretch() for _ in range(self._count)]
         self._backward = [_Stretch() for _ in range(self._count)]
         self._half = [_Stretch() for _ in range(self._count)]  # backward without the gradients of weights
+        self._live_bytes = 0  # at the end of forward; 0 until then
         self._is_half, self._inputs = False, list[torch.Tensor]()  # of the first block
         self._entered_back = 0  # the segment that runs backward
         self._carried: dict[
             int, int
         ] = {}  # by segment: bytes alive when backward first needed a saved tensor
-        self._entered_bytes = [0] * (self._count + 1)
+        self._first_periods = [0] * self._count + [sys.maxsize]  # of each segment, in forward
+        self._behind_periods = [sys.maxsize] * self._count  # the first behind the block of each segment
+        self._kept_bytes, self._rest_bytes = [0] * self._count, [0] * self._count
         self._input_bytes = [0] * self._count
         self._saved_bytes: list[list[int]] = [[] for _ in range(self._count)]
         self._again_messages: list[Messages] = [Counter() for _ in range(self._count)]
@@ -281,8 +289,8 @@ class _SegmentWatch:
         self._entered = segment
         for region in self._regions:  # a stage that ends here lets the copy go; no segment keeps it
             region.forget_input()
-        self._entered_bytes[segment] = self._meter.live_bytes
         self._begin(self._forward[segment])
+        self._first_periods[segment] = len(self._meter.periods)
         passed = [each for each in tensors if each.requires_grad]
         self._input_bytes[segment] = sum(each.nbytes for each in passed[:1] or tensors[:1])
         received = {
@@ -317,7 +325,10 @@ class _SegmentWatch:
         self._output_bytes[self._entered] += sum(each.nbytes for each in tensors)
 
     def returned_block(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Note what a block has returned."""
+        """Note what a block has returned. In forward, code behind it begins."""
+        if self._behind_periods[self._entered] == sys.maxsize and not self._live_bytes:
+            self._begin(self._forward[self._entered])
+            self._behind_periods[self._entered] = len(self._meter.periods)
         self._returned = {each.untyped_storage()._cdata for each in tensors}
 
     def complete(self, key: str) -> None:
@@ -360,7 +371,7 @@ class _SegmentWatch:
                     loss = run(model, sequences)
                 if self._entered != self._count - 1:
                     raise _NotInARow(f"{self._entered} of {self._count - 2} blocks ran; stages run each once")
-                self._entered_bytes[self._count] = self._meter.live_bytes
+                self._note_kept()
                 self._run_half(loss)
                 self._go_back(self._count - 1)
                 backward(
@@ -379,6 +390,16 @@ class _SegmentWatch:
                     "cannot be rehearsed without values" if isinstance(error, RuntimeError) else "was refused"
                 )
                 raise ConfigError(f"the step {what}: {str(error).partition(chr(10))[0]}") from error
+
+    def _note_kept(self) -> None:
+        """Note what each segment has made that is alive when forward is over. What frames of the model's code
+        hold until then counts in no segment."""
+        alive = self._meter.live_by_period()
+        for at, (first, end) in enumerate(pairwise(self._first_periods)):
+            self._kept_bytes[at] = sum(alive[period] for period in alive if first <= period < end)
+            behind = self._behind_periods[at]
+            self._rest_bytes[at] = sum(alive[period] for period in alive if behind <= period < end)
+        self._live_bytes = self._meter.live_bytes
 
     def _run_half(self, loss: torch.Tensor) -> None:
         """Run backward as the input's half does: it computes no gradients of weights and keeps the graph. A
@@ -401,14 +422,15 @@ class _SegmentWatch:
 
     def _segment(self, at: int, name: str, owned: Sequence[tuple[ParameterSize, ...]]) -> Segment:
         seen = self.equal_segment.get(at, at)
-        before, after = self._entered_bytes[seen : seen + 2]
+        before = sum(self._kept_bytes[:seen])
+        after = before + self._kept_bytes[seen]
         output = self._input_bytes[seen + 1] if seen + 1 < self._count else 0  # freed by then
         forward, backward = self._forward[seen], self._backward[seen]
         return Segment(
             name,
             _pass(forward, before),
             _pass(backward, before),
-            max(after - before, 0),
+            self._kept_bytes[seen],
             self._input_bytes[seen],
             owned[at],
             _named_as(owned[at], owned[seen], forward.uses(before)),
@@ -417,9 +439,10 @@ class _SegmentWatch:
             self._again_messages[seen],
             self._output_bytes[seen],
             self._received_bytes[seen],
+            self._rest_bytes[seen],
             sum(self._from_front[seen].values()),
             max(self._carried.get(seen, 0) - after, 0) + output,
-            _peak(self._half[seen], self._entered_bytes[-1]),
+            _peak(self._half[seen], self._live_bytes),
             seen in self._recomputing,
         )
 

@@ -37,7 +37,7 @@ class SegmentCosts:
         peak_bytes: the larger peak of the two directions; ``forward_peak_bytes`` is that of forward.
         sent_bytes: bytes sent, by axis; ``forward_sent_bytes`` in forward, and ``again_sent_bytes`` by a
             block that is recomputed alone.
-        output_bytes, received_bytes, front_bytes, carried_bytes, half_bytes, recomputes: as in
+        output_bytes, received_bytes, rest_bytes, front_bytes, carried_bytes, half_bytes, recomputes: as in
             :class:`Segment`.
         uses, gradients: computing time between uses of parameters. Extrapolated costs keep the times of
             fewer samples here.
@@ -60,6 +60,7 @@ class SegmentCosts:
     again_sent_bytes: Mapping[str, float] = field(default_factory=dict)
     output_bytes: float = 0.0
     received_bytes: float = 0.0
+    rest_bytes: float = 0.0
     front_bytes: float = 0.0
     carried_bytes: float = 0.0
     half_bytes: float = 0.0
@@ -139,6 +140,7 @@ class Speeds:
             _sent(segment.again_messages),
             segment.output_bytes,
             segment.received_bytes,
+            segment.rest_bytes,
             segment.front_bytes,
             segment.carried_bytes,
             segment.half_bytes,
@@ -209,6 +211,7 @@ def _between(one: SegmentCosts, two: SegmentCosts, steps: int) -> SegmentCosts:
         numbers("again_sent_bytes"),
         number("output_bytes"),
         number("received_bytes"),
+        number("rest_bytes"),
         number("front_bytes"),
         number("carried_bytes"),
         number("half_bytes"),
