@@ -122,31 +122,47 @@ def _budget_text(capacity: TierCapacity, reserved: int) -> str:
     return f"device_bytes is {format_bytes(capacity.device_bytes)}{held_back}"
 
 
-def _check_total(size: ModelDataSize, capacity: TierCapacity, reserved: int) -> None:
-    """Refuse model data that all tiers together cannot hold."""
+def missing_bytes(size: ModelDataSize, capacity: TierCapacity, reserved: int = 0) -> int:
+    """Return how much more model data there is than all tiers together can hold; 0 if it fits. ``reserved``
+    bytes of DEVICE are for other data."""
     room = capacity.device_bytes - reserved
     if size.total_bytes <= room or capacity.disk_bytes >= size.total_bytes:
-        return
-    # A chunk can leave DEVICE only for a free place, so the working set needs room besides the chunks that
-    # stay. With two tiers below DEVICE, each may have less left than one chunk; a tier smaller than a chunk
-    # adds nothing.
+        return 0
+    return max(size.total_bytes - (room - _passing(size) + _below(size, capacity)), 0)
+
+
+def _passing(size: ModelDataSize) -> int:
+    """Return the bytes of DEVICE that chunks cannot stay in: a chunk can leave DEVICE only for a free place,
+    so the working set needs room besides the chunks that stay."""
+    return size.working_set_bytes + size.largest_chunk_bytes
+
+
+def _below(size: ModelDataSize, capacity: TierCapacity) -> int:
+    """Return the bytes that chunks can use below DEVICE. With two tiers, each may have less left than one
+    chunk; a tier smaller than a chunk adds nothing."""
     host, disk = capacity.host_bytes, capacity.disk_bytes
-    below = max(host, disk, host + disk - size.largest_chunk_bytes)
-    passing = size.working_set_bytes + size.largest_chunk_bytes
-    held = room - passing + below
-    if size.total_bytes > held:
-        wanted = size.total_bytes - (room - passing)  # below DEVICE
-        host_least = min(wanted, wanted - disk + size.largest_chunk_bytes)
-        disk_least = min(size.total_bytes, wanted, wanted - host + size.largest_chunk_bytes)
-        more_disk = "raise disk_bytes to" if disk else "give disk_dir and disk_bytes of"
-        raise DeviceTooSmallError(
-            f"the model data is {format_bytes(size.total_bytes)} but the tiers hold "
-            f"{format_bytes(max(held, 0))} besides the largest update: DEVICE {format_bytes(room)}, HOST "
-            f"{format_bytes(host)}, DISK {format_bytes(disk)}",
-            min(size.total_bytes, size.total_bytes + passing - below) + reserved,
-            f"raise host_bytes to at least {format_enough(host_least)}, or {more_disk} at least "
-            f"{format_enough(disk_least)}",
-        )
+    return max(host, disk, host + disk - size.largest_chunk_bytes)
+
+
+def _check_total(size: ModelDataSize, capacity: TierCapacity, reserved: int) -> None:
+    """Refuse model data that all tiers together cannot hold."""
+    missing = missing_bytes(size, capacity, reserved)
+    if not missing:
+        return
+    room = capacity.device_bytes - reserved
+    host, disk = capacity.host_bytes, capacity.disk_bytes
+    wanted = size.total_bytes - (room - _passing(size))  # below DEVICE
+    host_least = min(wanted, wanted - disk + size.largest_chunk_bytes)
+    disk_least = min(size.total_bytes, wanted, wanted - host + size.largest_chunk_bytes)
+    more_disk = "raise disk_bytes to" if disk else "give disk_dir and disk_bytes of"
+    raise DeviceTooSmallError(
+        f"the model data is {format_bytes(size.total_bytes)} but the tiers hold "
+        f"{format_bytes(max(size.total_bytes - missing, 0))} besides the largest update: DEVICE "
+        f"{format_bytes(room)}, HOST {format_bytes(host)}, DISK {format_bytes(disk)}",
+        min(size.total_bytes, room + missing) + reserved,
+        f"raise host_bytes to at least {format_enough(host_least)}, or {more_disk} at least "
+        f"{format_enough(disk_least)}",
+    )
 
 
 # Share of DEVICE for model data while non-model memory is unknown, as in ColossalAI's example.

@@ -11,6 +11,7 @@ from torch import nn
 
 from gemini.chunk import CPU
 from gemini.comm.peers import Share
+from gemini.placement.policies import ModelDataSize, TierCapacity, missing_bytes
 from gemini.runtime.build import draw_blueprint
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.storage.data_sizes import GroupPlan, plan_groups
@@ -51,11 +52,20 @@ class ChunkSizes:
     Attributes:
         total_bytes: all chunks, including those that are whole for a while.
         working_bytes: the most that must be on DEVICE at once.
+        data: the sizes that the runtime checks budgets with.
     """
 
     total_bytes: int
     working_bytes: int
     table: ChunkTable | None = None
+    data: ModelDataSize | None = None
+
+    def missing_bytes(self, capacity: StageCapacity) -> int:
+        """Return what the runtime would miss on all tiers together."""
+        if self.data is None:
+            return 0
+        tiers = TierCapacity(capacity.device_bytes, capacity.host_bytes, capacity.disk_bytes)
+        return missing_bytes(self.data, tiers)
 
 
 def chunk_sizes(model: nn.Module, names: frozenset[str], copies: int, capacity: StageCapacity) -> ChunkSizes:
@@ -86,7 +96,7 @@ def chunk_sizes(model: nn.Module, names: frozenset[str], copies: int, capacity: 
         place_of |= {slot.name: first + slot.chunk for slot in spec.layout.slots}
         first += len(spec.layout.chunk_numels)
     table = ChunkTable(tuple(groups), place_of, blueprint.gather_bytes)
-    return ChunkSizes(size.total_bytes, size.working_set_bytes, table)
+    return ChunkSizes(size.total_bytes, size.working_set_bytes, table, size)
 
 
 @contextmanager

@@ -471,8 +471,9 @@ class _Pricing:
             least += ceil(least / (SLACK_SHARE - 1)) if choice.offloads else 0
             return Misfit(choice, rank, "DEVICE", least, capacity.device_bytes)
         lower = max(needed - device_bytes, 0)
-        if lower > capacity.lower_bytes:
-            return Misfit(choice, rank, "HOST and DISK", lower, capacity.lower_bytes)
+        missing = max(lower - capacity.lower_bytes, chunks.missing_bytes(capacity))
+        if missing > 0:
+            return Misfit(choice, rank, "HOST and DISK", capacity.lower_bytes + missing, capacity.lower_bytes)
         slack = capacity.device_bytes - device_bytes
         return RankPrice(needed - lower + slack, lower, parameters, gradients, states, activations)
 
