@@ -45,8 +45,12 @@ def interrupt_at(number: int, event: str, files: tuple[str, ...]) -> Tracer:
 
 def interrupted(action: Callable[[], Any], number: int, event: str, files: tuple[str, ...]) -> bool:
     """Run ``action`` with Ctrl-C at one line or call in ``files``; say whether it came to that."""
+    return _traced(action, interrupt_at(number, event, files))
+
+
+def _traced(action: Callable[[], Any], trace: Tracer) -> bool:
     gradients = torch.is_grad_enabled()
-    sys.settrace(interrupt_at(number, event, files))
+    sys.settrace(trace)
     try:
         action()
     except KeyboardInterrupt:
@@ -56,3 +60,16 @@ def interrupted(action: Callable[[], Any], number: int, event: str, files: tuple
     finally:
         sys.settrace(None)
     return False
+
+
+def interrupted_within(
+    action: Callable[[], Any], number: int, functions: tuple[Callable[..., Any], ...]
+) -> bool:
+    """Run ``action`` with Ctrl-C at the ``number``-th line in ``functions``; say whether it came to that."""
+    codes = {function.__code__ for function in functions}
+    tracer = interrupt_at(number, "line", ("",))
+
+    def trace(frame: FrameType, happened: str, argument: object) -> Any:
+        return tracer(frame, happened, argument) if frame.f_code in codes else None
+
+    return _traced(action, trace)

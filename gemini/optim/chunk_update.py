@@ -228,9 +228,8 @@ class ChunkUpdate:
     def _begin_next(self) -> None:
         steps = self._repeated[0]
         left = self._pieces(steps)
-        # No calls below: Ctrl-C arrives before or after all of these assignments.
-        self.steps, self._rewritten, self._left = steps, None, left
-        del self._repeated[0]
+        # One statement without calls: Ctrl-C arrives before or after all of these assignments.
+        self.steps, self._rewritten, self._left, self._repeated = steps, None, left, self._repeated[1:]
 
     @paused_collector()  # many short-lived objects, all freed at the end
     @shown_as("update")
@@ -394,8 +393,9 @@ class ChunkUpdate:
         except BaseException:
             updates.unpin(left.written + left.grads, left.written)
             raise
-        self._begun.append((left, work))
-        del self._left[0]
+        # One statement without calls: Ctrl-C arrives before or after both assignments, so that the piece is
+        # never both begun and left, which would update it twice.
+        self._begun, self._left = [*self._begun, (left, work)], self._left[1:]
         work.give(updates.thread)
 
     def _finish_oldest(self) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from gpu_harness import SMALL_CHUNKS, GpuModel, network, optimizer_of, simulated, train
-from interrupts import interrupted
+from interrupts import interrupted, interrupted_within
 from training_harness import assert_same_state, assert_within_budgets
 
 from gemini import GeminiDDP, StateError, checkpoint
+from gemini.optim.chunk_update import ChunkUpdate
 
 WHERE = (
     "line",
@@ -79,6 +80,22 @@ def test_a_pending_update_that_was_interrupted_is_done_later_or_refused() -> Non
             assert optimizer.incomplete
         model.close()
     assert num_exact > 20
+
+
+def test_a_piece_handed_to_the_cpu_is_begun_or_left_but_never_both() -> None:
+    model, optimizer = start()
+    want = train(model, optimizer, CPU, range(3, 5))
+    model.close()
+    number, came, num_tried = 0, True, 0
+    while came:
+        number += 1
+        model, optimizer = start()
+        handed = ChunkUpdate._give, ChunkUpdate._finish_oldest
+        came = interrupted_within(model.manager.run_pending, number, handed)
+        assert train(model, optimizer, CPU, range(3, 5)) == want
+        model.close()
+        num_tried += came
+    assert num_tried > 20
 
 
 def test_a_model_whose_pending_update_was_interrupted_can_be_closed() -> None:
