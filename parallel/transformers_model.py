@@ -14,7 +14,7 @@ def pretrained_in(model: nn.Module) -> dict[str, Any]:
     found: dict[str, nn.Module] = {}
     inside: set[int] = set()
     for name, module in model.named_modules():
-        if id(module) not in inside and _is_pretrained(module):
+        if id(module) not in inside and is_pretrained(module):
             found[name] = module
             inside |= {id(part) for part in module.modules()}
     return found
@@ -30,12 +30,14 @@ def find_pretrained(model: nn.Module) -> Any:
     if len(found) > 1:
         raise ConfigError(
             f"{type(model).__name__} has {len(found)} models of transformers ({', '.join(found)}), but a "
-            "sequence can be cut for one model only; set sp_size=1"
+            "batch can be cut for one model only; give whole batches to all ranks and cut the sequence at "
+            "the blocks (cut='blocks'), or set sp_size=1"
         )
     return next(iter(found.values()), None)
 
 
-def _is_pretrained(module: nn.Module) -> bool:
+def is_pretrained(module: nn.Module) -> bool:
+    """Return whether ``module`` is a PreTrainedModel of transformers, without importing transformers."""
     return any(
         base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
         for base in type(module).__mro__

@@ -15,10 +15,22 @@ from gemini.errors import ConfigError
 from gemini.system.subclassing import mix_in
 
 _MIXES_TOKENS = (nn.RNNBase, nn.Conv1d, nn.MultiheadAttention)
-_WAY_OUT = "give whole batches to all ranks and use cut='blocks', or leave sp_size at 1"
+_WAY_OUT = (
+    "give whole batches to all ranks and cut the sequence at the blocks (cut='blocks'), or leave sp_size at 1"
+)
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Complete = Callable[[tuple[Any, ...], dict[str, Any]], Call]
+
+
+def has_own_wrapper(model: nn.Module, inner: nn.Module) -> bool:
+    """Return whether a module of the user's own is around ``inner``: its forward pass may compute anything
+    from whole sequences. PEFT's modules pass the arguments of ``inner`` on.
+    """
+    own = {id(part) for part in inner.modules()}
+    around = [module for module in model.modules() if any(id(part) in own for part in module.children())]
+    outside = [model, *(module for module in around if id(module) not in own)]
+    return model is not inner and not all(type(module).__module__.startswith("peft.") for module in outside)
 
 
 def refuse_unfit_wrapper(model: nn.Module, inner: nn.Module, *, cuts_blocks: bool) -> None:
@@ -32,10 +44,17 @@ def refuse_unfit_wrapper(model: nn.Module, inner: nn.Module, *, cuts_blocks: boo
                 f"{name} mixes tokens outside its {type(inner).__name__}, in {path}; {_WAY_OUT}"
             )
     config = getattr(model, "active_peft_config", None)
-    if getattr(config, "is_prompt_learning", False):
+    if not getattr(config, "is_prompt_learning", False):
+        return
+    if not cuts_blocks:
         raise ConfigError(
             f"{name} adds its own tokens before the sequence ({type(config).__name__}), and would add them "
-            "on each rank; use LoRA, or leave sp_size at 1"
+            f"on each rank; use LoRA, {_WAY_OUT}"
+        )
+    if "PREFIX" in str(getattr(config, "peft_type", "")):
+        raise ConfigError(
+            f"{name} adds keys and values of its own to each attention ({type(config).__name__}), which "
+            "sequence parallelism does not cut; use LoRA or prompt tuning, or leave sp_size at 1"
         )
 
 
@@ -90,5 +109,5 @@ class _LossWatch:
                 f"{type(model).__name__} computes its own loss over the tokens of this rank only, from "
                 "labels that SequenceParallel.cut has already shifted; leave labels out of its call and "
                 "compute the loss from its logits with mean_loss, let the inner model compute the loss, or "
-                "use cut='blocks'"
+                "cut the sequence at the blocks (cut='blocks')"
             )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import nn
@@ -16,11 +17,16 @@ from gemini.parallel.sequence.attention_modules import refuse_torch_attention, r
 from gemini.parallel.sequence.batch import Batch, SequenceCut, cut_batch, filled, shifted
 from gemini.parallel.sequence.block_cut import cut_at_blocks, find_blocks
 from gemini.parallel.sequence.hugging_face import refuse_unfit, replace_attention
-from gemini.parallel.sequence.inner_models import refuse_unfit_wrapper, require_loss_of
+from gemini.parallel.sequence.inner_models import (
+    has_own_wrapper,
+    refuse_unfit_wrapper,
+    require_loss_of,
+)
 from gemini.parallel.sequence.mean_loss import IGNORED, install_mean_loss, mean_loss
-from gemini.parallel.transformers_model import find_pretrained
+from gemini.parallel.transformers_model import find_pretrained, is_pretrained, pretrained_in
 
 METHODS = ("ulysses", "ring")
+CUTS = ("batch", "blocks")
 
 
 class SequenceParallel:
@@ -59,6 +65,7 @@ class SequenceParallel:
         self.shifts_labels = False  # True: a transformers model that predicts the next token
         self.looks_back_only = True
         self.refuses_labels = False
+        self.lacks_shifted_labels = ""  # the class of a model with a forward pass without ``shift_labels``
         self._hides_filled = True  # False: masks of batches hide padding, in models of transformers
 
     @property
@@ -107,16 +114,27 @@ class SequenceParallel:
         """
         return mean_loss(loss, labels, self.averaging, ignore_index)
 
-    def attend_in(self, model: nn.Module, *, cuts_blocks: bool = False) -> None:
+    def attend_in(self, model: nn.Module) -> None:
         """Make the attention of ``model`` work across the ranks; on ``meta`` it returns the shapes of a part
         without communication.
         """
         inner = find_pretrained(model)
         if inner is not None:
             self._hides_filled = False
-            replace_attention(inner, self.attention, cuts_blocks=cuts_blocks)
+            replace_attention(inner, self.attention, cuts_blocks=False)
         else:
             replace_torch_attention(model, self.attention)
+
+    def cut_inside(self, model: nn.Module, blocks: list[nn.Module]) -> None:
+        """Make ``blocks`` of ``model`` compute with parts of their sequences. Each model has an attention of
+        its own, because the sequences of two models may differ in length.
+        """
+        attention = SequenceAttention(self.axis, self.order, self.method)
+        if is_pretrained(model):
+            replace_attention(model, attention, cuts_blocks=True)
+        else:
+            replace_torch_attention(model, attention)
+        cut_at_blocks(blocks, attention)
 
     def join(self, part: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Gather a tensor from the ranks' parts, including padding, without a gradient. Collective."""
@@ -153,6 +171,12 @@ class SequenceParallel:
                 "the model shifts labels and computes its loss by itself; leave labels out of the batch, "
                 "cut them with cut_batch and compute the loss from its logits with mean_loss"
             )
+        if "labels" in found and self.lacks_shifted_labels:
+            raise ConfigError(
+                f"{self.lacks_shifted_labels}.forward() does not take shift_labels, labels that were shifted "
+                "before they were cut; add the argument and pass it on, or cut the sequence at the blocks "
+                "(cut='blocks'), without stages"
+            )
         if "labels" in found and self.shifts_labels:
             found["labels"] = found["shift_labels"] = shifted(found["labels"])
         if missing and "attention_mask" not in found and not self.looks_back_only:
@@ -179,12 +203,41 @@ class SequenceParallel:
 
 def refuse_unfit_model(model: nn.Module, *, cuts_blocks: bool = False) -> None:
     """Raise ConfigError if ``model`` would treat parts of a sequence as whole sequences."""
-    inner = find_pretrained(model)
-    if inner is not None:
-        refuse_unfit(inner, cuts_blocks=cuts_blocks)
-        refuse_unfit_wrapper(model, inner, cuts_blocks=cuts_blocks)
-    else:
-        refuse_torch_attention(model)
+    found = _inner_models(model) if cuts_blocks else [find_pretrained(model) or model]
+    for inner in found:
+        if is_pretrained(inner):
+            refuse_unfit(inner, cuts_blocks=cuts_blocks)
+            refuse_unfit_wrapper(model, inner, cuts_blocks=cuts_blocks)
+        else:
+            refuse_torch_attention(model)
+
+
+def _inner_models(model: nn.Module) -> list[nn.Module]:
+    """Return the models with sequences of their own: those of transformers in ``model``, or ``model``."""
+    return list(pretrained_in(model).values()) or [model]
+
+
+def choose_cut(model: nn.Module, *, has_stages: bool) -> str:
+    """Return where to cut the sequences of ``model``, "batch" or "blocks" (see :func:`parallelize_sequence`).
+
+    A batch is cut if the model is known to compute the same from parts: a transformers model with a loss over
+    tokens, by itself or inside PEFT's, or a model of your own without a transformers model. A classifier, and
+    a module of your own around a transformers model, may compute anything from a whole sequence. Their
+    sequences are cut at the blocks, unless stages divide these.
+
+    Raises:
+        ConfigError: neither is possible.
+    """
+    found = list(pretrained_in(model).values())
+    if has_stages or not found:
+        refuse_unfit_model(model)
+        return "batch"
+    if len(found) == 1 and not has_own_wrapper(model, found[0]):
+        with suppress(ConfigError):
+            refuse_unfit_model(model)
+            return "batch"
+    refuse_unfit_model(model, cuts_blocks=True)
+    return "blocks"
 
 
 def parallelize_sequence(
@@ -212,21 +265,22 @@ def parallelize_sequence(
     Raises:
         ConfigError: the model cannot work on parts, here or on another rank; nothing was changed.
     """
-    if cut not in ("batch", "blocks"):
+    if cut not in CUTS:
         raise ConfigError(f"cut is {cut!r}; choose batch or blocks")
     sequence = SequenceParallel(mesh, method, zigzag=zigzag)
     whole = cut == "blocks"
 
-    def check() -> list[nn.Module]:
+    def check() -> list[tuple[nn.Module, list[nn.Module]]]:
         refuse_unfit_model(model, cuts_blocks=whole)
-        return find_blocks(model) if whole else []
+        return [(inner, find_blocks(inner)) for inner in _inner_models(model)] if whole else []
 
-    blocks = check() if sequence.axis is None else sequence.axis.together(check)
-    sequence.attend_in(model, cuts_blocks=whole)
+    cut_inside = check() if sequence.axis is None else sequence.axis.together(check)
     sequence.takes_whole_batches = whole
     if whole:
-        cut_at_blocks(blocks, sequence.attention)
+        for inner, blocks in cut_inside:
+            sequence.cut_inside(inner, blocks)
         return sequence
+    sequence.attend_in(model)
     inner = find_pretrained(model)
     if inner is not None:
         family = family_of(inner)
@@ -237,4 +291,12 @@ def parallelize_sequence(
             install_mean_loss(inner, sequence.averaging if takes_loss else None)
             if inner is not model:
                 require_loss_of(inner, model)
+                if not _takes(model, "shift_labels"):
+                    sequence.lacks_shifted_labels = type(model).__name__
     return sequence
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    """Return whether the forward pass of ``model`` takes a keyword."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(each.name == name or each.kind is each.VAR_KEYWORD for each in parameters)

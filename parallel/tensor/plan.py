@@ -199,7 +199,16 @@ def _cut_adapters(found: Resolved, model: nn.Module) -> None:
 
     A layer W becomes W + B A. For a column layer A is whole and B is cut by outputs like W; for a row layer A
     is cut by inputs like W, and B is whole. The additional traffic has the width of A.
+
+    Raises:
+        ConfigError: there are adapters of another kind.
     """
+    kinds = [str(getattr(config, "peft_type", "")) for config in getattr(model, "peft_config", {}).values()]
+    if any("PREFIX" in kind for kind in kinds):
+        raise ConfigError(
+            "prefix tuning gives each attention keys and values of all heads, but a rank has only its own "
+            "heads; use LoRA or prompt tuning, or leave tp_size at 1"
+        )
     for name, style in list(found.styles.items()):
         parts = _styles_of_adapted(name, model.get_submodule(name), style)
         if parts is not None:

@@ -1,4 +1,4 @@
-"""A model of transformers inside another module trains on parts of sequences as by itself."""
+"""A model of transformers inside another module trains over ranks with parts of sequences as by itself."""
 
 from __future__ import annotations
 
@@ -67,6 +67,13 @@ class OwnLoss(Inside):
         return transformers.modeling_outputs.CausalLMOutput(loss=loss)
 
 
+class Strict(Inside):
+    """Takes two arguments only."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        return self.model(input_ids=input_ids, labels=labels)
+
+
 class Convolved(Inside):
     """Mixes tokens before the model."""
 
@@ -74,13 +81,45 @@ class Convolved(Inside):
         super().__init__(model)
         self.mix = nn.Conv1d(32, 32, 3, padding=1)
 
+    def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> Any:
+        mixed = self.mix(self.model.get_input_embeddings()(input_ids).mT).mT
+        return self.model(inputs_embeds=mixed, labels=labels)
+
 
 class Two(Inside):
-    """Has another model of transformers."""
+    """Learns from another model of transformers."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self.other = llama()
+        self.other = llama().requires_grad_(False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> Any:
+        taught = self.other(input_ids=input_ids[:, :9]).logits.detach()
+        out = self.model(input_ids=input_ids, labels=labels)
+        loss = out.loss + nn.functional.mse_loss(out.logits[:, :9], taught)
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss)
+
+
+class Twice(Inside):
+    """Runs the model in both directions."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, **_: Any) -> Any:
+        first = self.model(input_ids=input_ids, labels=labels)
+        second = self.model(input_ids=input_ids.flip(1), labels=labels.flip(1))
+        return transformers.modeling_outputs.CausalLMOutput(loss=first.loss + second.loss / 2)
+
+
+class Pooled(Inside):
+    """Classifies the mean of hidden states."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model.model)
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:
+        mean = self.model(input_ids=input_ids).last_hidden_state.mean(1)
+        loss = nn.functional.cross_entropy(self.head(mean), input_ids[:, 0] % 3)
+        return transformers.modeling_outputs.CausalLMOutput(loss=loss)
 
 
 def adapted(config: Any) -> Any:
@@ -100,14 +139,42 @@ def prompted() -> Any:
     return adapted(peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
 
 
-WHOLE: dict[str, Callable[[], Any]] = {
+def prefixed() -> Any:
+    return adapted(peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+
+
+def classifier() -> Any:
+    torch.manual_seed(0)
+    config = llama().config
+    config.num_labels, config.pad_token_id = VOCABULARY, 0
+    return Labelled(transformers.LlamaForSequenceClassification(config))
+
+
+class Labelled(Inside):
+    """Classifies whole sequences by their first tokens."""
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:
+        return self.model(input_ids=input_ids, labels=input_ids[:, 0])
+
+
+TRAINED: dict[str, Callable[[], Any]] = {
     "alone": llama,
     "LoRA": lora,
     "a module": lambda: Inside(llama()),
     "a module in a module": lambda: Inside(Inside(llama())),
     "LoRA in a module": lambda: Inside(lora()),
     "by position": lambda: ByPosition(llama()),
+    "a loss of its own": lambda: OwnLoss(llama()),
+    "a convolution": lambda: Convolved(llama()),
+    "two models": lambda: Two(llama()),
+    "two arguments": lambda: Strict(llama()),
+    "twice": lambda: Twice(llama()),
+    "a mean": lambda: Pooled(llama()),
+    "a classifier": classifier,
+    "virtual tokens": prompted,
 }
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a loss of its own": (lambda: OwnLoss(llama()), "OwnLoss computes its own loss"),
     "a convolution": (
@@ -115,6 +182,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "Convolved mixes tokens outside its LlamaForCausalLM, in mix",
     ),
     "two models": (lambda: Two(llama()), "Two has 2 models of transformers (model, other)"),
+    "no shifted labels": (lambda: Strict(llama()), "Strict.forward() does not take shift_labels"),
     "virtual tokens": (prompted, "adds its own tokens before the sequence (PromptTuningConfig)"),
 }
 
@@ -125,13 +193,13 @@ def batch(step: int) -> dict[str, Tensor]:
 
 
 def losses(build: Callable[[], Any], **sizes: Any) -> list[float]:
-    """Return the losses of three steps."""
+    """Return the losses of two steps."""
     model = build()
     trained = [param for param in model.parameters() if param.requires_grad]
     booster = Booster(plugin=HybridParallelPlugin(zero_stage=1, **sizes))
     model, optimizer, *_ = booster.boost(model, CPUAdam(trained, lr=1e-3))
     found = []
-    for step in range(3):
+    for step in range(2):
         out = booster.execute_pipeline(iter([batch(step)]), model, lambda output, _: output.loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
@@ -140,7 +208,7 @@ def losses(build: Callable[[], Any], **sizes: Any) -> list[float]:
 
 
 def losses_of_all(**sizes: Any) -> dict[str, list[float]]:
-    return {name: losses(build, **sizes) for name, build in WHOLE.items()}
+    return {name: losses(build, **sizes) for name, build in TRAINED.items()}
 
 
 def on_parts(mode: str) -> dict[str, list[float]]:
@@ -159,14 +227,41 @@ def refusals() -> dict[str, str]:
     said = {}
     for name, (build, _) in REFUSED.items():
         try:
-            losses(build, sp_size=2)
+            losses(build, sp_size=2, sp_cut="batch")
             said[name] = ""
         except ConfigError as error:
             said[name] = str(error)
     return said
 
 
-def test_what_a_wrapper_would_compute_wrongly_is_refused() -> None:
+def prefix_refusals() -> list[str]:
+    said = []
+    for axis in ("sp_size", "tp_size"):
+        with pytest.raises(ConfigError) as caught:
+            losses(prefixed, **{axis: 2})
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_prefix_of_keys_is_refused() -> None:
+    for of_sequences, of_layers in run_on_ranks(prefix_refusals, 2):
+        assert "adds keys and values of its own to each attention" in of_sequences
+        assert "a rank has only its own heads" in of_layers
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sp_cut": "heads"}, "sp_cut is 'heads'; it may be auto, batch or blocks"),
+        ({"sp_cut": "blocks", "pp_size": 2}, "needs all blocks on one rank"),
+    ],
+)
+def test_places_that_cannot_be_cut_at_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        HybridParallelPlugin(sp_size=2, **options)
+
+
+def test_what_a_wrapper_would_compute_wrongly_from_parts_is_refused() -> None:
     for said in run_on_ranks(refusals, 2):
         for name, (_, wanted) in REFUSED.items():
             assert wanted in said[name], (name, said[name])

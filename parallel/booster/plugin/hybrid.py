@@ -43,7 +43,13 @@ from gemini.parallel.pipeline.units import find_units
 from gemini.parallel.plan import ParallelPlan
 from gemini.parallel.sequence import parallelize_sequence
 from gemini.parallel.sequence.outline import SequenceOutline
-from gemini.parallel.sequence.parallelize import METHODS, SequenceParallel, refuse_unfit_model
+from gemini.parallel.sequence.parallelize import (
+    CUTS,
+    METHODS,
+    SequenceParallel,
+    choose_cut,
+    refuse_unfit_model,
+)
 from gemini.parallel.tensor import parallelize
 from gemini.parallel.tensor.nn.grid_layer import partition_along
 from gemini.parallel.tensor.styles import Style
@@ -103,6 +109,10 @@ class HybridParallelPlugin(PartsPlugin):
             ``"ulysses"`` or ``"ring"``. Batches are dicts of whole sequences. A criterion returns the mean
             over the labels in its micro-batch; they are already shifted for a causal model of transformers,
             and as given for your own model. The loss is the mean over the labels of all ranks.
+        sp_cut: ``"batch"``: each rank runs the model on its part of a batch. ``"blocks"``: each rank runs it
+            on whole batches, and only the blocks have parts of sequences; the criterion sees whole outputs.
+            ``"auto"``: ``"blocks"`` for models that compute from whole sequences outside their blocks
+            (classifiers, prompt tuning), and for a transformers model inside a module of your own.
         ep_size: the number of neighbouring ranks of data parallelism that divide the experts of a mixture;
             see docs/experts.md.
         zero_stage: what ranks with the same part divide. 3: also weights, in chunks (GeminiDDP); 2: gradients
@@ -146,6 +156,7 @@ class HybridParallelPlugin(PartsPlugin):
         *,
         ep_size: int = 1,
         sp_mode: str = "ulysses",
+        sp_cut: str = "auto",
         zero_stage: int = 3,
         placement_policy: str | PlacementPolicy = "auto",
         tp_plan: str | Mapping[str, Style | str] = "auto",
@@ -175,7 +186,13 @@ class HybridParallelPlugin(PartsPlugin):
         )
         if sp_mode not in METHODS:
             raise ConfigError(f"sp_mode is {sp_mode!r}; it may be {' or '.join(METHODS)}")
-        self._sp_mode = sp_mode
+        if sp_cut not in ("auto", *CUTS):
+            raise ConfigError(f"sp_cut is {sp_cut!r}; it may be auto, {' or '.join(CUTS)}")
+        if sp_cut == "blocks" and pp_size > 1:
+            raise ConfigError(
+                "sp_cut='blocks' needs all blocks on one rank; set pp_size=1, or leave sp_cut at 'auto'"
+            )
+        self._sp_mode, self._sp_cut = sp_mode, sp_cut
         chunks = num_model_chunks or (2 if pp_style in ("zbv", "dualpipev") and pp_size > 1 else 1)
         if pp_size == 1:
             if pp_style not in SCHEDULES:
@@ -240,11 +257,10 @@ class HybridParallelPlugin(PartsPlugin):
         mesh = self.mesh
         self._apply_stage_budgets(mesh)
         wrap = self._data.prepared(model, optimizer, precision)
-        if mesh is not None and (across := mesh.axis("sp")) is not None:
-            across.together(partial(refuse_unfit_model, model))  # before layers are cut
+        sp_cut = self._choose_cut(model, mesh)
         types = self._data.types(model, precision)
         sharing = self._expert_ranks(model, mesh)
-        parts, sequence = self._keep_own_part(model, optimizer, mesh, types)
+        parts, sequence = self._keep_own_part(model, optimizer, mesh, types, sp_cut)
         if sharing is not None:
             parts.divide_experts(sharing)
         recompute_blocks(model, self._recomputed_here(model))
@@ -258,10 +274,11 @@ class HybridParallelPlugin(PartsPlugin):
         self._watch(boosted, updating)
         parts.refuse_as_whole(boosted)
         self.note_parts(parts, boosted, updating)
-        cut = None if sequence is None else partial(own_part, sequence)
-        self._pipelines[boosted] = Pipeline(parts.staged, trained, mesh, self._schedule, cut)
-        if sequence is not None:
+        cut = None
+        if sequence is not None and not sequence.takes_whole_batches:
+            cut = partial(own_part, sequence)
             self._sequences[boosted] = sequence
+        self._pipelines[boosted] = Pipeline(parts.staged, trained, mesh, self._schedule, cut)
         if mesh is not None and (shared := mesh.axis("tp")) is not None:
             boosted.register_forward_pre_hook(partial(_compare_batches, shared), with_kwargs=True)
         return Boosted(boosted, updating, criterion)
@@ -356,9 +373,11 @@ class HybridParallelPlugin(PartsPlugin):
         optimizer: torch.optim.Optimizer | None,
         mesh: Mesh | None,
         types: Mapping[int, torch.dtype],
+        sp_cut: str,
     ) -> tuple[Parts, SequenceParallel | None]:
         """Keep only this rank's part of ``model``, and make its attention use the other ranks' parts of
-        sequences. ``types``: the dtypes in which parameters will compute, by their ids.
+        sequences. ``types``: the dtypes in which parameters will compute, by their ids. ``sp_cut``: where
+        sequences are cut; "" if they are not.
         """
         if isinstance(model, BuiltStages):
             return self._join(model, optimizer, mesh), None
@@ -370,7 +389,7 @@ class HybridParallelPlugin(PartsPlugin):
                 if mesh is None
                 else parallelize(model, mesh, check=self._tp_check, **self._cut)
             )
-            sequence = self._cut_sequences(model, mesh)
+            sequence = self._cut_sequences(model, mesh, sp_cut)
             tied = TiedWeights(staged, None, self._rank_of)
             return Parts(staged, partition, tied, whole, mesh, self._rank_of), sequence
 
@@ -386,7 +405,7 @@ class HybridParallelPlugin(PartsPlugin):
         # No check: no rank runs the whole model to compare outputs with.
         partition = parallelize(model, mesh, check=False, **self._cut)
         # Before the split: stages copy the modules around blocks as they are then.
-        sequence = self._cut_sequences(model, mesh)
+        sequence = self._cut_sequences(model, mesh, sp_cut)
         if sequence is not None:
             sequence.attend_in(outline)
         own = [stage for stage, rank in enumerate(self._rank_of) if rank == axis.rank]
@@ -410,11 +429,26 @@ class HybridParallelPlugin(PartsPlugin):
             data = mesh.axis("dp") if sp == 1 else mesh.axis("dp", "sp")
         return expert_ranks_of(model, data, self._ep_size, apart=sp)
 
-    def _cut_sequences(self, model: nn.Module, mesh: Mesh | None) -> SequenceParallel | None:
+    def _choose_cut(self, model: nn.Module, mesh: Mesh | None) -> str:
+        """Return where sequences are cut, before layers are cut. Raises ConfigError if they cannot be."""
+        axis = None if mesh is None else mesh.axis("sp")
+        if axis is None:
+            return ""
+
+        def choose() -> str:
+            if self._sp_cut == "auto" and self._plan is None:
+                return choose_cut(model, has_stages=self._sizes.pp > 1)
+            cut = "batch" if self._sp_cut == "auto" else self._sp_cut  # a plan is made for batches
+            refuse_unfit_model(model, cuts_blocks=cut == "blocks")
+            return cut
+
+        return axis.together(choose)
+
+    def _cut_sequences(self, model: nn.Module, mesh: Mesh | None, cut: str) -> SequenceParallel | None:
         """Return the object that cuts sequences for ranks along ``sp``; None if they stay whole."""
-        if mesh is None or self._sizes.sp == 1:
+        if mesh is None or not cut:
             return None
-        return parallelize_sequence(model, mesh, self._sp_mode, takes_loss=False)
+        return parallelize_sequence(model, mesh, self._sp_mode, cut=cut, takes_loss=False)
 
     def _join(self, built: BuiltStages, optimizer: torch.optim.Optimizer | None, mesh: Mesh | None) -> Parts:
         """Join the stages that ranks have built to one model. Raises ConfigError if they do not fit."""
