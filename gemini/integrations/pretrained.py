@@ -20,6 +20,7 @@ from gemini.model.ddp import GeminiDDP
 from gemini.model.in_place import manage_without_values
 from gemini.model.weights import import_weights
 from gemini.runtime import init_on
+from gemini.runtime.config import GeminiConfig
 from gemini.runtime.growth import Filling
 from gemini.runtime.storage.initialization import initialize_buffers
 from gemini.runtime.storage.model_storage import ManagedSlot
@@ -77,7 +78,8 @@ def from_pretrained(
         adapter: a PEFT config (``LoraConfig(...)``) for new adapters, or the directory of saved ones: the
             model itself is frozen, adapters train.
         options: those of :class:`gemini.GeminiDDP`; all others are passed to transformers
-            (``attn_implementation``, ``ignore_mismatched_sizes``, ``trust_remote_code``). With
+            (``attn_implementation``, ``ignore_mismatched_sizes``, ``trust_remote_code``), also a ``config``
+            that is no :class:`GeminiConfig`. With
             ``quantization_config``, or for a directory of a quantized model, each weight goes into its chunk
             as soon as it is quantized. It is frozen, and does not stay in the directory.
 
@@ -103,8 +105,8 @@ def from_pretrained(
         if adapter is not None:
             raise ConfigError("from_pretrained(trains=False) takes no adapter: adapters train")
         options.setdefault("optimizer_rule", "none")
-    managed = {name: value for name, value in options.items() if name in _MANAGED}
-    others = {name: value for name, value in options.items() if name not in _MANAGED}
+    managed = {name: value for name, value in options.items() if _is_ours(name, value)}
+    others = {name: value for name, value in options.items() if name not in managed}
     if _is_other_callable(auto_class):
         if adapter is not None or dtype is not None or others:
             _refuse_misspelled(others)
@@ -123,6 +125,11 @@ def from_pretrained(
         if refused and refused[1] in others:
             _refuse_misspelled([refused[1]], error)
         raise
+
+
+def _is_ours(name: str, value: Any) -> bool:
+    """Return whether an option is GeminiDDP's. Both libraries have a ``config``."""
+    return name in _MANAGED and (name != "config" or value is None or isinstance(value, GeminiConfig))
 
 
 def _refuse_misspelled(names: Iterable[str], cause: Exception | None = None) -> None:

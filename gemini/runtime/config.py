@@ -116,10 +116,15 @@ class GeminiConfig:
         """Return ``config``, or if it is None the config for the keywords of :meth:`from_options`.
 
         Raises:
-            ConfigError: as :meth:`from_options`, or beside ``config`` an option differs from its default.
+            ConfigError: as :meth:`from_options`, ``config`` is of another class, or an option beside it
+                differs from its default.
         """
         if config is None:
             return cls.from_options(**options)
+        if not isinstance(config, cls):
+            raise ConfigError(
+                f"config is a {type(config).__name__}; give a GeminiConfig, or the options as keywords"
+            )
         defaults = {field.name: field.default for field in fields(cls)}
         given = [name for name, value in options.items() if value != defaults.get(name)]
         if given:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import gemini
 from gemini.errors import CheckpointError, ConfigError
 from gemini.integrations.safetensors_files import StoredTensor
+from gemini.runtime.config import GeminiConfig
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 
@@ -90,6 +91,21 @@ def test_another_shape_is_refused_or_initialized_as_asked(tmp_path: Path) -> Non
     (got, report), (want, wanted) = load_both(tmp_path, LLAMA, ignore_mismatched_sizes=True)
     assert report == wanted
     assert_same(got, want)
+
+
+@pytest.mark.parametrize("budgets", ["keywords", "config"])
+def test_the_config_of_a_model_and_that_of_budgets_go_where_they_belong(budgets: str, tmp_path: Path) -> None:
+    saved(llama(), LLAMA, tmp_path)
+    config = llama(attention_dropout=0.1)
+    config.num_hidden_layers = 1
+    want = LLAMA.from_pretrained(tmp_path, config=config)
+    if budgets == "keywords":
+        got = gemini.from_pretrained(tmp_path, LLAMA, config=config, **tight(tmp_path))
+    else:
+        want = LLAMA.from_pretrained(tmp_path)
+        got = gemini.from_pretrained(tmp_path, LLAMA, config=GeminiConfig.from_options(**tight(tmp_path)))
+    assert_same(got, want)
+    assert got.config.attention_dropout == want.config.attention_dropout
 
 
 @pytest.mark.parametrize("held", ["both, alike", "both, different", "the other alone"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,3 +86,8 @@ def test_pinning_without_a_gpu_is_accepted_and_said_once(
         GeminiDDP(nn.Linear(4, 4), pin_memory=pin_memory, device_bytes="1MiB").close()
     said = [message for message in caplog.messages if "pin_memory=True" in message]
     assert len(said) == (pin_memory is True)
+
+
+def test_a_config_of_another_library_is_refused_by_its_class() -> None:
+    with pytest.raises(ConfigError, match="config is a SimpleNamespace; give a GeminiConfig"):
+        GeminiDDP(nn.Linear(4, 4), config=SimpleNamespace(hidden_size=4))
