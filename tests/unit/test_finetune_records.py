@@ -94,6 +94,11 @@ def test_speakers_instructions_and_columns_become_messages(tmp_path: Path) -> No
         ('{"prompt": "a", "answer": "b"}', "prompts with answers .*--data-keys completion=answer"),
         ('{"question": "a", "answer": "b"}', "--data-keys prompt=question,completion=answer"),
         ('{"left": "a", "right": "b"}', "not a known kind of record: it has 'left', 'right'"),
+        ('{"text": ["a"]}', "line 2 of .* has 'text' of type list, not text"),
+        ('{"messages": "hello"}', "line 2 of .* has 'messages' of type str, not a list"),
+        ('{"text": null}', "line 2 of .* has no value for 'text'; fill it in"),
+        ('{"instruction": "a", "output": null}', "line 2 of .* has no value for 'output'"),
+        ('{"Prompt": "a", "Completion": "b"}', "--data-keys prompt=Prompt,completion=Completion"),
         ('{"data": [{"text": "a"}]}', r"may be the list under 'data': jq -c '\.data\[\]'"),
         ('{"input_ids": [1]}', "tokens already"),
         ('{"text": "a", "messages": [{}]}', "kinds of records, text and messages; .* --data-format messages"),
@@ -167,6 +172,7 @@ def test_lines_of_records_are_those_that_they_begin_in(tmp_path: Path) -> None:
         ("d.json", '[{"text": "a"}\n{"text": "b"}]', "line 2 of .* expecting ','"),
         ("d.json", '{"text": "a"}\n{"text": "a\\ud800b"}', "line 2 of .* half of a surrogate pair"),
         ("d.csv", "text,note\na,b\nc\n", "line 3 of .* has 1 values, and the first line names 2 columns"),
+        ("d.csv", "text,note,text\na,b,c\n", "line 1 of .* names the column 'text' twice"),
         ("d.csv", 'text\na\n"b" c\n', "line 3 of .* is not valid CSV"),
         ("d.txt", '{"text": "a"}\n{"text": "b"}', "seems to hold JSON records .*--data-format text"),
         ("d", '[{"messages": []}]', "seems to hold JSON records"),
@@ -207,6 +213,27 @@ def test_a_directory_is_read_with_all_below_it_but_what_describes_the_data(tmp_p
         read(tmp_path)
     with pytest.raises(ConfigError, match="does not exist"):
         find_data(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("names", "learned", "held_out"),
+    [
+        (("train.jsonl", "test.jsonl"), {0}, {1}),
+        (("data/train-00000-of-00002.jsonl", "data/validation-00000-of-00002.jsonl"), {0}, {1}),
+        (("test/train.jsonl", "train/test.jsonl", "other.jsonl"), {0, 2}, {1, 2}),
+        (("training/a.jsonl", "dev/a.jsonl", "eval/b.jsonl"), {0}, {1, 2}),
+        (("test.jsonl", "valid.jsonl"), {0, 1}, {0, 1}),
+        (("latest.jsonl", "train.jsonl", "contest.jsonl"), {0, 1, 2}, {0, 1, 2}),
+    ],
+)
+def test_of_several_splits_in_a_directory_the_one_that_is_meant_is_read(
+    names: tuple[str, ...], learned: set[int], held_out: set[int], tmp_path: Path
+) -> None:
+    files = [written(tmp_path, name, '{"text": "a"}') for name in names]
+    for option, wanted in (("--data", learned), ("--eval-data", held_out)):
+        found = find_data(str(tmp_path), option)
+        assert set(found.files) == {files[index] for index in wanted}
+        assert set(found.left_out) == set(files) - set(found.files)
 
 
 def test_a_pattern_names_some_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

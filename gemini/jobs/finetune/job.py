@@ -12,7 +12,7 @@ from typing import Any
 
 from gemini import checkpoint
 from gemini.comm.ranks import Rank
-from gemini.errors import printable
+from gemini.errors import InputError, printable
 from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.encoding import EncodedDocument
@@ -151,6 +151,8 @@ def preview(config: FineTuneConfig) -> Iterator[str]:
     for document in islice(documents, config.show):
         for encoded in encoder.encode_pair(document) if is_dpo else (encoder.encode(document),):
             yield from _shown(tokenizer, encoded, seq)
+    if not documents.counts:
+        raise InputError(f"--data {config.data} has no records; put at least one into it")
     if encoder.uses_plain_template:
         yield "the tokenizer has no chat template: a plain one is used (docs/finetune.md)"
 

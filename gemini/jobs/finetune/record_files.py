@@ -14,6 +14,7 @@ import json
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,11 @@ _ROWS_AT_ONCE = 64
 _WILDCARDS = "*?["
 # Files that are no records in a copy of a hub's data set.
 _ABOUT = ("readme", "license", "dataset_info", "dataset_dict", "state.json", "dataset_infos", "croissant")
+# Words in names of files and directories that say which split of a data set they hold, as on hubs.
+_SPLIT = re.compile(
+    r"(?<![a-z])(train|training|validation|valid|val|dev|test|testing|eval|evaluation)(?![a-z])"
+)
+_LEARNED = ("train", "training")
 _KINDS_OF_BYTES = {
     b"PAR1": "parquet; name it .parquet",
     b"ARROW1": "Arrow; name it .arrow",
@@ -64,7 +70,8 @@ class Record:
 @dataclass(frozen=True)
 class DataFiles:
     """The data files that ``option`` names. ``left_out``: files of its directory that only describe the
-    data."""
+    data, or hold another split.
+    """
 
     files: tuple[Path, ...]
     left_out: tuple[Path, ...] = ()
@@ -74,6 +81,9 @@ class DataFiles:
 def find_data(data: str, option: str = "--data") -> DataFiles:
     """Return the files that ``option`` names: a file, a pattern of names (``train-*.parquet``), or a
     directory with everything below it except hidden files. The order does not depend on the file system.
+
+    Of a directory with several splits (``train.jsonl`` and ``test.jsonl``), ``--data`` leaves out those for
+    validation and tests, and other options leave out that for training.
 
     Raises:
         InputError: there are none, or one is a link out of the directory.
@@ -104,8 +114,20 @@ def find_data(data: str, option: str = "--data") -> DataFiles:
         )
     if not any(_suffix(each) in _RECORDS and not _is_about(each) for each in files):
         return DataFiles(tuple(files), option=option)
-    records = tuple(each for each in files if not _is_about(each))
-    return DataFiles(records, tuple(filter(_is_about, files)), option)
+    others = set(filter(_is_about, files))
+    if path.is_dir():
+        others |= _other_splits([each for each in files if each not in others], path, option)
+    records = tuple(each for each in files if each not in others)
+    return DataFiles(records, tuple(each for each in files if each in others), option)
+
+
+def _other_splits(files: list[Path], directory: Path, option: str) -> set[Path]:
+    """Return those of ``files`` that hold a split of another use than that of ``option``."""
+    found = {each: _SPLIT.findall(str(each.relative_to(directory)).lower()) for each in files}
+    split = {each: words[-1] in _LEARNED for each, words in found.items() if words}
+    if len(set(split.values())) < 2:
+        return set()
+    return {each for each, is_learned in split.items() if is_learned != (option == "--data")}
 
 
 @dataclass(frozen=True)
@@ -354,6 +376,10 @@ def _table(source: _Source, file: BinaryIO) -> Iterator[Record]:
     try:
         rows = csv.reader(lines, delimiter=delimiter, strict=True)
         names = next(rows, [])
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
+            raise InputError(
+                f"line 1 of {printable(str(source.path))} names the column {twice[0]!r} twice; rename one"
+            )
         while True:
             place = printable(_NEEDED.format(lines.begin_row(), source.path))
             row = next(rows, None)

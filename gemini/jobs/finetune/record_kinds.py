@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -174,7 +174,7 @@ def as_document(
     for key, name in (keys or {}).items():
         if key in value:
             value = {**{each: value[each] for each in value if each != key}, name: value[key]}
-    value = {key: each for key, each in value.items() if each is not None}
+    given, value = value, {key: each for key, each in value.items() if each is not None}
     if not pairs and data_format in (AUTO, PREFERENCE) and _is_preference(value):
         is_chat = isinstance(value[CHOSEN], list)
         raise InputError(
@@ -194,7 +194,7 @@ def as_document(
     if PREFERENCE in kinds:
         kinds = [PREFERENCE]  # the prompt of a pair may look like another kind
     if not kinds:
-        raise _unknown(place, value)
+        raise _unknown(place, value, [key for key in given if key not in value])
     if len(kinds) > 1:
         raise InputError(
             f"{place} fits several kinds of records, {' and '.join(kinds)}; choose one, such as "
@@ -220,10 +220,22 @@ def _refuse_judged(place: str, value: Mapping[str, Any]) -> None:
         )
 
 
-def _unknown(place: str, value: Mapping[str, Any]) -> InputError:
+def _unknown(place: str, value: Mapping[str, Any], empty: Sequence[str]) -> InputError:
+    """Return the error for a record of no kind. ``empty``: its keys without a value (null)."""
     for names, seems, way_out in _LIKELY:
         if all(name in value for name in names):
             return InputError(f"{place} seems to be {seems} ({_keys_of(value)}); give {way_out}")
+    for key, wanted in _TYPES.items():
+        if key in value:
+            kind = type(value[key]).__name__
+            return InputError(f"{place} has {key!r} of type {kind}, not {wanted}; correct or remove it")
+    if unfilled := [key for key in empty if key in _KEYS]:
+        return InputError(
+            f"{place} has no value for {', '.join(map(repr, unfilled))}; fill it in, or remove the record"
+        )
+    renamed = [f"{key.lower()}={key}" for key in value if key.lower() in _KEYS and key not in _KEYS]
+    if renamed:
+        return InputError(f"{place} has {_keys_of(value)}; give --data-keys {','.join(renamed)}")
     inner = [
         key for key, each in value.items() if isinstance(each, list) and each and isinstance(each[0], dict)
     ]
@@ -281,6 +293,8 @@ _SHAPES = {
     MESSAGES: '{"messages": [{"role", "content"}]}',
     PREFERENCE: '{"prompt", "chosen", "rejected"}',
 }
+# The types of keys that a record of some kind has by themselves.
+_TYPES = {"text": "text", "messages": "a list", "conversations": "a list"}
 _KEYS = (
     "text",
     "prompt",
