@@ -31,7 +31,7 @@ from gemini.forecast.rehearsal import ModelSource
 from gemini.jobs.finetune.adapters import adapted, adapter_errors, adapter_of, adapting, adapts_experts
 from gemini.jobs.finetune.config import NO, PARTS, QUANTIZE, SCHEDULES, TILED_LOSS, FineTuneConfig
 from gemini.jobs.finetune.encoding import LOSS_ON
-from gemini.jobs.finetune.engine import is_quantized, quantization_of, stored_quantization
+from gemini.jobs.finetune.engine import quantization_of, stored_quantization
 from gemini.jobs.finetune.layouts import plan_of, refuse_unread, trains_parts
 from gemini.jobs.finetune.preferences import DPO, OBJECTIVES
 from gemini.jobs.finetune.record_kinds import DATA_FORMATS
@@ -514,9 +514,6 @@ def forecast_lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
     there is no forecast, a line gives the reason."""
     if trains_parts(config) or (config.plan is not None and config.num_ranks > 1):
         yield _line_of_layout(config)
-        return
-    if config.dora and (config.quantize != NO or is_quantized(config)):
-        yield "plan: not available for DoRA on a quantized base; the first step is measured"
         return
     if config.lora and adapts_experts(adapted(config)):
         yield (

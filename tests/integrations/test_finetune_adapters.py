@@ -101,10 +101,13 @@ def test_adapters_on_arrays_of_experts_are_exported_merged(config: FineTuneConfi
     assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_adapters_on_a_quantized_base_train_as_peft_trains_them(kind: str, config: FineTuneConfig) -> None:
+def test_adapters_on_a_quantized_base_train_as_peft_trains_them(
+    kind: str, dora: bool, config: FineTuneConfig
+) -> None:
     pytest.importorskip("bitsandbytes", reason="the extra 'quantized' is not installed")
-    config = dataclasses.replace(config, lora=4, quantize=kind, precision="fp32", steps=3)
+    config = dataclasses.replace(config, lora=4, quantize=kind, dora=dora, precision="fp32", steps=3)
     if kind == "nf4":
         asked = transformers.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
@@ -112,13 +115,14 @@ def test_adapters_on_a_quantized_base_train_as_peft_trains_them(kind: str, confi
     else:
         ao = pytest.importorskip("torchao.quantization", reason="the extra 'quantized' is not installed")
         asked = transformers.TorchAoConfig(ao.Int8WeightOnlyConfig(version=2))
-    adapter = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "use_dora": dora}
+    adapter = peft.LoraConfig(r=4, lora_alpha=8, **options)
     want, losses = plainly_trained(config, adapter, quantization_config=asked, device_map="cpu")
     result = run(config)
     assert list(result.losses) == losses
     assert result.summary.model is not None
     saved = peft.utils.load_peft_weights(result.summary.model, device="cpu")
-    assert len(saved) == 28
+    assert len(saved) == 28 + 14 * dora
     trained = want.state_dict()
     assert all(torch.equal(trained[_of_adapter(name)], value) for name, value in saved.items())
     assert json.loads(Path(config.output, "run.json").read_text())["quantize"] == kind
@@ -127,6 +131,7 @@ def test_adapters_on_a_quantized_base_train_as_peft_trains_them(kind: str, confi
 
 def _of_adapter(name: str) -> str:
     """Return the name that a saved weight has in a model."""
+    name = name.replace("lora_magnitude_vector", "lora_magnitude_vector.weight")
     return name.replace(".weight", ".default.weight")
 
 

@@ -48,10 +48,12 @@ def store_quantized(config: FineTuneConfig, kind: str) -> None:
         {"quantize": "nf4"},
         {"quantize": "int8"},
         {"quantize": "nf4", "activation_checkpointing": True},
+        {"quantize": "nf4", "dora": True},
+        {"quantize": "int8", "dora": True},
         {"stored": "nf4"},
         {"stored": "int8"},
     ],
-    ids=["nf4", "int8", "checkpointing", "stored nf4", "stored int8"],
+    ids=["nf4", "int8", "checkpointing", "nf4 dora", "int8 dora", "stored nf4", "stored int8"],
 )
 def test_the_forecast_of_a_quantized_base_is_of_the_step_that_runs(
     changes: dict[str, Any], config: FineTuneConfig

@@ -148,7 +148,6 @@ def test_a_recipe_that_is_not_there_or_no_recipe_is_refused(tmp_path: Path) -> N
         ([*NEEDED, "--dpo-beta", "0.1"], "--dpo-beta is .* give --objective dpo"),
         ([*NEEDED, "--quantize", "nf4"], "--quantize nf4 freezes the base.* add --lora 16"),
         ([*NEEDED, "--lora", "4", "--quantize", "nf4", "--merge"], "--quantize nf4 and --merge"),
-        ([*NEEDED, "--lora", "4", "--quantize", "int8", "--dora"], "--quantize int8 and --dora .* nf4"),
         ([*NEEDED, "--eval-every", "3"], "add --eval-share"),
         ([*NEEDED, "--keep-best"], "--keep-best needs held-out records"),
         ([*NEEDED, "--eval-data", "e", "--eval-share", "0.1"], "--eval-data and .* give one of them"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from gemini.errors import ConfigError, GeminiError, in_words
@@ -14,6 +15,8 @@ from gemini.integrations.adapters import AdapterError, Adapters
 from gemini.integrations.quantized_loading import QuantizedOutline, stored_dtype
 from gemini.integrations.transformers_loading import keep_types, meta_model_of, tie
 from gemini.jobs.finetune.config import ALL_LINEAR, NO_TARGETS, FineTuneConfig, names_of
+from gemini.runtime import init_on
+from gemini.runtime.intercept.precision import is_quantized
 from gemini.system.config import did_you_mean
 
 _MOST_PARTS = 3  # longer dotted names are compared with full names only
@@ -131,8 +134,16 @@ def adapting(adapter: Any, quantization: Any, directory: Path) -> Callable[[nn.M
             return module
         import peft
 
-        adapted: Any = peft.get_peft_model(module, adapter)
-        return adapted  # type: ignore[no-any-return]
+        # DoRA copies weights and computes their norms, which quantized ones on meta do not have.
+        computes = outline is not None and getattr(adapter, "use_dora", False)
+        with init_on("cpu") if computes else nullcontext():
+            adapted: nn.Module = peft.get_peft_model(module, adapter)
+        for part in adapted.modules() if computes else ():
+            for name, param in part.named_parameters(recurse=False):
+                if not param.is_meta and not is_quantized(param):
+                    without = torch.empty_like(param, device="meta")
+                    setattr(part, name, nn.Parameter(without, requires_grad=param.requires_grad))
+        return adapted
 
     return change
 

@@ -378,10 +378,6 @@ class FineTuneConfig(MemoryOptions):
                 "leave --merge out, then run gemini merge with the adapters and the base model in 16 "
                 "bits",
             ),
-            (
-                self.dora and self.quantize == INT8,
-                f"and --dora do not go together: PEFT does not support DoRA for these weights; use {NF4}",
-            ),
         ):
             if wrong:
                 raise ConfigError(f"--quantize {self.quantize} {why}")

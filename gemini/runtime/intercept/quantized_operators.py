@@ -60,6 +60,16 @@ class QuantizedParameter(ManagedParameter):
     def __reduce_ex__(self, proto: Any) -> Any:
         return unmanaged_copy(self, {}).__reduce_ex__(proto)
 
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return this weight if it has the device and the dtype, as ``torch.Tensor.to`` does. The classes of
+        bitsandbytes return a new weight, which PEFT's DoRA puts into the module in each pass on the CPU.
+        """
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if device in (None, self.device) and dtype in (None, self.dtype):
+            return self
+        moved: torch.Tensor = super().to(*args, **kwargs)
+        return moved
+
 
 class _Twinned:
     """A managed wrapper: operators run on its twin."""
