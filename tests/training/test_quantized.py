@@ -184,6 +184,14 @@ def test_layers_that_come_later_are_adopted(kind: str) -> None:
     assert torch.equal(model(IDS), plain(IDS))
 
 
+@pytest.mark.parametrize("kind", ["bitsandbytes-4bit", "bitsandbytes-8bit"])
+def test_a_weight_moved_to_where_it_is_stays_itself(kind: str) -> None:
+    model = build(kind)
+    managed(model, host_bytes="8MiB")
+    weight = model.blocks[0].widen.base.weight
+    assert weight.to("cpu") is weight
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_function_that_saves_a_managed_wrapper_has_its_values_in_backward(offload: bool) -> None:
     linear_nf4 = needs(quantized_models.NF4).linear_nf4  # as torchtune calls it

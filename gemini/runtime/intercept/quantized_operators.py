@@ -60,15 +60,19 @@ class QuantizedParameter(ManagedParameter):
     def __reduce_ex__(self, proto: Any) -> Any:
         return unmanaged_copy(self, {}).__reduce_ex__(proto)
 
-    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return this weight if it has the device and the dtype, as ``torch.Tensor.to`` does. The classes of
-        bitsandbytes return a new weight, which PEFT's DoRA puts into the module in each pass on the CPU.
-        """
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-        if device in (None, self.device) and dtype in (None, self.dtype):
-            return self
-        moved: torch.Tensor = super().to(*args, **kwargs)
-        return moved
+
+class OwnMemoryParameter(QuantizedParameter):
+    """A quantized weight that has memory of its own."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the weight itself if it is on the device and in the dtype asked for, as ``to()`` of a tensor
+        does. That of bitsandbytes returns another one, and PEFT's DoRA replaces the weight with it."""
+        parsed: tuple[Any, ...] = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, memory_format = parsed
+        changes = device not in (None, self.device) or dtype not in (None, self.dtype)
+        if changes or memory_format is not None or kwargs.get("copy"):
+            return super().to(*args, **kwargs)
+        return self
 
 
 class _Twinned:
@@ -143,7 +147,7 @@ def make_managed_quantized(
         else:
             twin = form.over(held)
     form.put(held, lambda view: as_managed(view, ref))
-    param.__class__ = managed_class(form.kind, QuantizedParameter if twin is None else WrapperParameter)
+    param.__class__ = managed_class(form.kind, OwnMemoryParameter if twin is None else WrapperParameter)
     values = {"_ref": ref, "_slot": slot, "_form": form, "_twin": twin, "_name_again": name_again}
     vars(param).update(values)
 
