@@ -82,9 +82,9 @@ class QuantizedWeights:
             for (owner, key, _), without_values in zip(self._places, before, strict=True):
                 owner._parameters[key] = without_values
 
-    def stand_in(self) -> None:
+    def stand_in(self, *, without_values: bool = False) -> None:
         """Put quantized weights of the right layout, with arbitrary values, into the model, and mark it as
-        quantized, which PEFT checks.
+        quantized, which PEFT checks. ``without_values``: weights on ``meta``.
         """
         model: Any = self._model
         model.hf_quantizer = self._quantizer
@@ -92,7 +92,7 @@ class QuantizedWeights:
         for owner, key, sample in self._places:
             for param in owner.parameters(recurse=False):  # unquantized ones, as after loading
                 param.requires_grad_(param.is_floating_point())
-            owner._parameters[key] = like(sample, owner)
+            owner._parameters[key] = like(sample, owner, without_values=without_values)
 
     def await_values(self, module: nn.Module, storage: ModelStorage) -> None:
         """Record the slot of each weight. ``module``: the model, with adapters if there are any. Call it
@@ -159,8 +159,12 @@ class QuantizedOutline:
         self._quantization, self._dtype = quantization, dtype
         self._made: dict[_Kind, nn.Parameter] = {}  # reused when the model is built again
 
-    def put_on(self, model: Any) -> None:
+    @contextmanager
+    def put_on(self, model: Any) -> Iterator[None]:
         """Quantize ``model``, from transformers. Takes memory like :meth:`QuantizedWeights.of`.
+
+        During the block the weights are on ``meta``, so that adapters that copy or compute with them (DoRA)
+        are on ``meta`` too.
 
         Raises:
             ConfigError: transformers cannot quantize it.
@@ -177,7 +181,10 @@ class QuantizedOutline:
             with init_on("meta"):
                 quantizer.preprocess_model(model, dtype=self._dtype, device_map={"": "cpu"})
             samples = _samples(model, _fresh_samples(model, quantizer), self._made)
-            QuantizedWeights(model, samples, quantizer).stand_in()
+            weights = QuantizedWeights(model, samples, quantizer)
+        weights.stand_in(without_values=True)
+        yield
+        weights.stand_in()
 
 
 _Makers = Iterable[tuple[str, _Kind, Callable[[], nn.Parameter]]]

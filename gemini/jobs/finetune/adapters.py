@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from gemini.errors import ConfigError, GeminiError, in_words
@@ -15,8 +14,6 @@ from gemini.integrations.adapters import AdapterError, Adapters
 from gemini.integrations.quantized_loading import QuantizedOutline, stored_dtype
 from gemini.integrations.transformers_loading import keep_types, meta_model_of, tie
 from gemini.jobs.finetune.config import ALL_LINEAR, NO_TARGETS, FineTuneConfig, names_of
-from gemini.runtime import init_on
-from gemini.runtime.intercept.precision import is_quantized
 from gemini.system.config import did_you_mean
 
 _MOST_PARTS = 3  # longer dotted names are compared with full names only
@@ -128,22 +125,13 @@ def adapting(adapter: Any, quantization: Any, directory: Path) -> Callable[[nn.M
         outline = QuantizedOutline(quantization, stored_dtype(directory))
 
     def change(module: nn.Module) -> nn.Module:
-        if outline is not None:
-            outline.put_on(module)
-        if adapter is None:
-            return module
-        import peft
+        with outline.put_on(module) if outline is not None else nullcontext():
+            if adapter is None:
+                return module
+            import peft
 
-        # DoRA copies weights and computes their norms, which quantized ones on meta do not have.
-        computes = outline is not None and getattr(adapter, "use_dora", False)
-        with init_on("cpu") if computes else nullcontext():
-            adapted: nn.Module = peft.get_peft_model(module, adapter)
-        for part in adapted.modules() if computes else ():
-            for name, param in part.named_parameters(recurse=False):
-                if not param.is_meta and not is_quantized(param):
-                    without = torch.empty_like(param, device="meta")
-                    setattr(part, name, nn.Parameter(without, requires_grad=param.requires_grad))
-        return adapted
+            adapted: Any = peft.get_peft_model(module, adapter)
+        return adapted  # type: ignore[no-any-return]
 
     return change
 
