@@ -28,7 +28,7 @@ from gemini.cli.train import (
 from gemini.errors import ConfigError, GeminiError, OutOfBudgetError
 from gemini.forecast.forecast import BatchForecast, Settings, forecast_batch, forecast_rank, time_step
 from gemini.forecast.rehearsal import ModelSource
-from gemini.jobs.finetune.adapters import adapted, adapter_errors, adapter_of, adapting, adapts_experts
+from gemini.jobs.finetune.adapters import adapter_errors, adapter_of, adapting
 from gemini.jobs.finetune.config import NO, PARTS, QUANTIZE, SCHEDULES, TILED_LOSS, FineTuneConfig
 from gemini.jobs.finetune.encoding import LOSS_ON
 from gemini.jobs.finetune.engine import quantization_of, stored_quantization
@@ -514,12 +514,6 @@ def forecast_lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
     there is no forecast, a line gives the reason."""
     if trains_parts(config) or (config.plan is not None and config.num_ranks > 1):
         yield _line_of_layout(config)
-        return
-    if config.lora and adapts_experts(adapted(config)):
-        yield (
-            "plan: not available for adapters on expert arrays, because a pass uses only some "
-            "experts; the first step is measured, and the plan is made from it"
-        )
         return
     try:
         yield from _lines_of_rank(config, seq) if config.num_ranks > 1 else _lines(config, seq)

@@ -13,6 +13,7 @@ from finetune_runs import LLAMA, plainly_trained, run, small_run
 from hf_models import SIZES, saved
 
 from gemini.cli.finetune import forecast_lines
+from gemini.cli.main import main
 from gemini.errors import ConfigError
 from gemini.jobs.after_training.adapter_merge import merge
 from gemini.jobs.finetune.config import FineTuneConfig
@@ -90,8 +91,6 @@ def test_adapters_on_arrays_of_experts_are_exported_merged(config: FineTuneConfi
         run(config, lora_target_parameters="", lora_dropout=0.1)
     task = FineTuneTask(config, Path("unused"), resume=False, scratch=None)
     assert "scaled by 2 (alpha 8), on expert arrays, too; learning rate" in task.describe()[0]
-    (line,) = forecast_lines(config, 24)
-    assert line.startswith("plan: not available for adapters on expert arrays")
     alone = run(config)
     merged = run(config, merge=True, output=str(tmp_path / "merged"))
     assert merged.losses == alone.losses
@@ -99,6 +98,17 @@ def test_adapters_on_arrays_of_experts_are_exported_merged(config: FineTuneConfi
     load = transformers.AutoModelForCausalLM.from_pretrained
     want, got = (load(path).state_dict() for path in (tmp_path / "after", merged.summary.model))
     assert all(torch.equal(got[name], value) for name, value in want.items())
+
+
+def test_what_plans_says_why_there_is_no_plan_of_adapters_on_arrays_of_experts(
+    config: FineTuneConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, said = mixture(config), "there is no plan for adapters on expert arrays"
+    Path(str(config.disk_dir)).mkdir()
+    (line,) = forecast_lines(config, 24)
+    assert line.startswith(f"plan: not available ({said}")
+    assert main(["plan", config.model, "--lora", "4", "--seq", "16", "--device-bytes", "64MiB"]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])

@@ -119,6 +119,8 @@ def adapting(adapter: Any, quantization: Any, directory: Path) -> Callable[[nn.M
     Args:
         adapter: a PEFT config; None: no adapters.
         quantization: a transformers config; None: the weights are not quantized.
+
+    The function raises ConfigError if PEFT puts adapters on arrays of experts.
     """
     outline = None
     if quantization is not None:
@@ -130,8 +132,13 @@ def adapting(adapter: Any, quantization: Any, directory: Path) -> Callable[[nn.M
                 return module
             import peft
 
-            adapted: Any = peft.get_peft_model(module, adapter)
-        return adapted  # type: ignore[no-any-return]
+            adapted: nn.Module = peft.get_peft_model(module, adapter)
+        if adapts_experts(adapted):
+            raise ConfigError(
+                "there is no plan for adapters on expert arrays: it would count the sums of all experts, and "
+                "a pass computes those of a few at a time; gemini finetune measures its first step instead"
+            )
+        return adapted
 
     return change
 
