@@ -121,6 +121,7 @@ def _add_step_options(group: argparse._ArgumentGroup) -> None:
         metavar="RANK",
         help="train adapters of this rank on every linear layer of a DIR, and freeze the model",
     )
+    group.add_argument("--dora", action="store_true", help="with --lora: the adapters are those of DoRA")
     group.add_argument(
         "--quantize", choices=(NF4, INT8), help="store the linear layers under the adapters in 4 or 8 bits"
     )
@@ -304,7 +305,7 @@ def run(options: argparse.Namespace) -> int:
         refuse_contradictions(options)
     seq = DEFAULT_SEQ if options.seq is None else options.seq
     asked = ModelOptions(seq, options.checkpointing, seq_is_asked=options.seq is not None)
-    if options.lora or options.quantize:
+    if options.lora or options.quantize or options.dora:
         from gemini.cli.plan_model import adapting_of
 
         asked = dataclasses.replace(asked, adapted=adapting_of(options))

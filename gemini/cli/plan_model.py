@@ -419,20 +419,21 @@ _NOT_QUANTIZED = ("tp", "pp", "sp", "search")  # options that need weights that 
 
 
 def adapting_of(options: argparse.Namespace) -> Callable[[nn.Module], nn.Module]:
-    """Return a function that quantizes a model on ``meta`` and puts adapters on it, for ``--lora`` and
-    ``--quantize`` of ``gemini plan``.
+    """Return a function that quantizes a model on ``meta`` and puts adapters on it, for ``--lora``,
+    ``--dora`` and ``--quantize`` of ``gemini plan``.
 
     Raises:
         ConfigError: they are incompatible with other options, or a package is missing.
     """
-    given = "--lora" if options.lora else "--quantize"
+    given = next(f"--{name}" for name in ("lora", "quantize", "dora") if getattr(options, name))
     directory = Path(options.model)
     if not directory.is_dir():
         raise ConfigError(
             f"{given} needs a model of transformers; give its directory instead of {options.model!r}"
         )
     if not options.lora:
-        raise ConfigError("--quantize freezes the base model, so only adapters train; add --lora 16")
+        why = "freezes the base model, so only adapters train" if options.quantize else "is a variant of LoRA"
+        raise ConfigError(f"{given} {why}; add --lora 16")
     from gemini.jobs.finetune.adapters import adapting, require_peft
     from gemini.jobs.finetune.engine import quantization_named, stored_quantization
 
@@ -449,4 +450,5 @@ def adapting_of(options: argparse.Namespace) -> Callable[[nn.Module], nn.Module]
             f"{what} not supported with {', '.join(others)}: leave {'it' if len(others) == 1 else 'them'} out"
             + ("" if quantization is None else ", or use data parallelism only (--dp)")
         )
-    return adapting(peft.LoraConfig(r=options.lora, target_modules="all-linear"), quantization, directory)
+    adapter = peft.LoraConfig(r=options.lora, use_dora=options.dora, target_modules="all-linear")
+    return adapting(adapter, quantization, directory)

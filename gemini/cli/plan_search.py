@@ -152,6 +152,7 @@ def _finetune_command(plan: ParallelPlan, options: argparse.Namespace) -> str:
         "--disk-dir": (options.disk_dir or "DIR") if has_disk else None,
     }
     given = [f"{name} {value}" for name, value in asked.items() if value is not None]
+    given += ["--dora"] if options.dora else []
     return " ".join(["gemini finetune", *given, "--data PATH --output DIR"])
 
 

@@ -86,10 +86,11 @@ def test_plan_takes_adapters_on_a_quantized_base(
 ) -> None:
     MACHINE.save(tmp_path / "machine.json")
     budgets = ["--device-bytes", "64MiB", "--seq", "16", "--machine", str(tmp_path / "machine.json")]
-    assert main(["plan", config.model, "--lora", "4", "--quantize", "nf4", *budgets, "--json"]) == 0
+    assert main(["plan", config.model, "--lora", "4", "--quantize", "nf4", "--dora", *budgets, "--json"]) == 0
     assert '"fits": true' in capsys.readouterr().out
     for wrong, said in (
         (["--quantize", "nf4"], "add --lora 16"),
+        (["--dora"], "--dora is a variant of LoRA; add --lora 16"),
         (["--lora", "4", "--quantize", "nf4", "--tp", "2"], "not supported with --tp: leave it out, or use"),
         (["--lora", "4", "--operators"], "adapters are not supported with --operators"),
     ):
@@ -110,6 +111,7 @@ def test_plan_divides_adapters_and_quantized_weights_over_ranks(
 
     one, two = (rank("--quantize", "nf4", "--dp", ranks) for ranks in ("1", "2"))
     plain = rank("--dp", "1")
+    assert rank("--dora", "--dp", "1")["state_bytes"] > plain["state_bytes"], "of the norms"
     assert one["parameter_bytes"] < 0.5 * plain["parameter_bytes"]
     assert one["state_bytes"] == plain["state_bytes"], "of the adapters"
     for name in ("parameter_bytes", "state_bytes"):
