@@ -87,7 +87,7 @@ def save_async(
     refuse_shared_directory(model, directory)
     num_buffers = (parse_bytes(staging_bytes, name="staging_bytes") or 0) // BUFFER_BYTES
     if num_buffers < 1:
-        raise ConfigError(f"staging_bytes is {staging_bytes!r}; it takes {BUFFER_BYTES} bytes or more")
+        raise ConfigError(f"staging_bytes is {staging_bytes!r}; it must be at least {BUFFER_BYTES} bytes")
     shard = checked_shard_bytes(shard_bytes)
     rank = model.rank_of_parts(aside=True)
     manifest = prepare(rank, model, optimizer, scheduler, extra)
@@ -226,8 +226,9 @@ class SaveHandle:
         name = self._names[min(tensors)]
         self._end(
             CheckpointError(
-                f"the save was given up: {name!r} was written to before it was saved, by something that "
-                "did not look as if it would; call wait() before that, or save() in place of save_async()"
+                f"the save was given up: {name!r} was overwritten before it was saved, by an "
+                "operator that the runtime could not foresee; call wait() first, or save() instead "
+                "of save_async()"
             )
         )
 

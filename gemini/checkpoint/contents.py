@@ -116,10 +116,10 @@ def require_own_names(model: ManagedModel) -> None:
     if others:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise CheckpointError(
-            f"the model's state has under {others[0]!r}{more} other tensors than at wrapping, so that "
-            "their chunks are not what the model computes with: call gemini.handle_of(model).adopt() first, "
-            "which manages what is new and lets go of what is gone. Weights alone are in model.state_dict() "
-            "and Booster.save_model"
+            f"{others[0]!r}{more} of the model's state are not the tensors that were wrapped, so "
+            "their chunks do not hold the values of the model: first call "
+            "gemini.handle_of(model).adopt(), which manages new parameters and releases removed "
+            "ones. To save only weights, use model.state_dict() or Booster.save_model"
         )
 
 

@@ -38,7 +38,7 @@ from gemini.system.files import KEY, DirectoryLock, Format, parse_json, read_reg
 
 logger = logging.getLogger(__name__)
 
-_FIRST = "versions before 0.1 wrote it; go on with the one that did, and export the weights there"
+_FIRST = "a version before 0.1 wrote it; continue with that version, or export the weights with it"
 FORMAT = Format("gemini-checkpoint", 3, older={1: _FIRST, 2: _FIRST})
 MANIFEST = "manifest.json"
 SEAL = "seal.json"
@@ -184,7 +184,7 @@ def complete_checkpoints(directory: str | os.PathLike[str], *, warn: bool = Fals
         found = found_in(root)
     for checkpoint in found if warn else ():
         if checkpoint.damage is not None:
-            logger.warning("%s; nobody knows how old it is, so it is taken last", checkpoint.damage)
+            logger.warning("%s; its age is unknown, so it is tried last", checkpoint.damage)
     return [checkpoint.path for checkpoint in found]
 
 
@@ -372,7 +372,7 @@ def _exclusive(root: Path) -> Iterator[None]:
         lock = DirectoryLock(root)
     except BlockingIOError as error:
         raise CheckpointError(
-            f"another save is under way in {root}; give each training its own directory"
+            f"another save is running in {root}; give each training its own directory"
         ) from error
     try:
         yield

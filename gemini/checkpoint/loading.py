@@ -263,8 +263,8 @@ def load(
         if not optimizer.incomplete:
             raise
         raise type(error)(
-            f"{error}; {optimizer.incomplete}: load another checkpoint, or states of model and optimizer "
-            "(load_state_dict), before going on"
+            f"{error}; {optimizer.incomplete}: load another checkpoint, or states of model and "
+            "optimizer (load_state_dict), before you continue"
         ) from error
 
 
@@ -320,14 +320,14 @@ def _newest_of_all(parts: Sequence[Sequence[tuple[str, str]]], rank: Rank) -> Pa
     common = next((save for save in saves[0] if all(save in held for held in saves)), None)
     if common is None:
         raise CheckpointError(
-            f"no save is there of all {len(parts)} parts of the model: the newest checkpoints belong to "
-            f"different saves ({newest}); give load() on each rank the directory that it gave save(), in "
-            "the same run"
+            f"no save has all {len(parts)} parts of the model: the newest checkpoints belong to "
+            f"different saves ({newest}); give load() on each rank the directory that it gave "
+            "save(), in the same run"
         )
     if any(held[0][1] != common for held in parts):
         logger.warning(
-            "the newest checkpoints of the parts of the model belong to different saves (%s): a save was "
-            "ended before all parts had theirs; taking the newest that all of them have, %s",
+            "the newest checkpoints of the parts of the model belong to different saves (%s), "
+            "because a save was interrupted; loading the newest save that all parts have, %s",
             newest,
             saves[rank.part][common],
         )

@@ -252,7 +252,7 @@ def _check(manifest: Mapping[str, Any], weights: Mapping[str, str], states: Rang
     try:
         check_values(manifest, weights, states)
     except ValueError as error:
-        raise CheckpointError(f"what was to be saved is not all there: {error}") from error
+        raise CheckpointError(f"the saved file is incomplete: {error}") from error
 
 
 SHARD_BYTES = "4GiB"
@@ -375,8 +375,9 @@ def _refuse_pending_gradients(model: ManagedModel) -> None:
     pending = [name for name, slot in model.storage.slots.items() if slot.has_grad]
     if pending:
         raise CheckpointError(
-            f"{len(pending)} parameters have gradients (first {pending[0]!r}) and a checkpoint holds none: "
-            "save after optimizer.step(), or give the gradients up with optimizer.zero_grad()"
+            f"{len(pending)} parameters have gradients (first {pending[0]!r}) and a checkpoint does "
+            "not store gradients: save after optimizer.step(), or discard the gradients with "
+            "optimizer.zero_grad()"
         )
 
 

@@ -129,8 +129,8 @@ def cannot_read(path: Path, error: OSError) -> DamagedError:
     message = f"cannot read {path}: {error.strerror or error}"
     if isinstance(error, PermissionError):
         return UnreadableError(
-            f"{message}; checkpoints are for their owner alone: read it as that user, or have its "
-            "permissions changed"
+            f"{message}; only the owner of a checkpoint can read it: read it as that user, or change "
+            "its permissions"
         )
     return DamagedError(message)
 

@@ -61,7 +61,8 @@ def _most_groups(ranks: list[int]) -> int:
         return max(map(int, store.multi_get([f"{turn}/{rank}" for rank in ranks])))  # waits for all
     except dist.DistNetworkError as error:
         raise StateError(
-            "the rank that keeps the store is gone: another rank has failed or was stopped. Start all again"
+            "the rank that hosts the store is gone, because a rank failed or was stopped. Start all "
+            "ranks again"
         ) from error
 
 

@@ -40,8 +40,8 @@ _GLOO_SECONDS = 1.0
 _SLOWEST_BYTES_PER_S = 2**20  # slower than any network used for training
 
 _SILENT = "has given no sign of life for"
-_BROKEN = "ranks have lost each other"
-_START_AGAIN = "Start all ranks again; training goes on from its last checkpoint (gemini.checkpoint.load)"
+_BROKEN = "ranks lost the connection to each other"
+_START_AGAIN = "Start all ranks again; training continues from its last checkpoint (gemini.checkpoint.load)"
 _UNEVEN = (
     "All ranks must make the calls that ranks make together as often and in the same order; where one has "
     "fewer batches, train within `with model.join():` (GeminiDDP), end the loop on all after the smallest "

@@ -182,8 +182,8 @@ def require_equal(peers: Peers, what: str) -> None:
     different = [rank for rank, value in enumerate(said) if value != said[0]]
     if different:
         raise ConfigError(
-            f"ranks {different} lay their parameters out in other chunks than rank 0: every rank must wrap "
-            "the same model with the same options, and change it alike"
+            f"ranks {different} have another chunk layout than rank 0: every rank must wrap the same "
+            "model with the same options, and make the same changes to it"
         )
 
 

@@ -333,9 +333,7 @@ def test_what_may_not_be_read_is_said(shut: str, tmp_path: Path) -> None:
     model = mlp(0)
     with modes_respected():
         for checkpoint in {"model", "state"} if shut == "." else {shut.split("/")[0]}:
-            with pytest.raises(
-                CheckpointError, match=r"cannot read .*Permission denied; .*permissions changed"
-            ):
+            with pytest.raises(CheckpointError, match=r"cannot read .*Permission denied; .*permissions"):
                 Booster().load_model(model, tmp_path / checkpoint)
     place.chmod(mode)
     assert_same(model.state_dict(), mlp(0).state_dict())

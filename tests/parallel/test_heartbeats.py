@@ -518,7 +518,7 @@ def _without_its_store() -> str:
 
 
 def test_a_store_that_went_with_its_rank_is_named() -> None:
-    assert "the rank that keeps the store is gone" in run_on_ranks(_without_its_store, 1)[0]
+    assert "the rank that hosts the store is gone" in run_on_ranks(_without_its_store, 1)[0]
 
 
 def test_a_sign_says_what_a_rank_did_last() -> None:

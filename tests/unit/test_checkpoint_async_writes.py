@@ -184,7 +184,7 @@ def test_a_write_that_nobody_foresaw_ends_the_save(
     with torch.no_grad():
         run.model.module.unused.zero_()
     written.set()
-    with pytest.raises(CheckpointError, match=r"'unused' was written to before it was saved.*wait\(\)"):
+    with pytest.raises(CheckpointError, match=r"'unused' was overwritten before it was saved.*wait\(\)"):
         handle.wait()
     assert len(list((tmp_path / "run").iterdir())) == 1
 

@@ -169,7 +169,7 @@ def test_what_only_looks_like_a_checkpoint_is_the_users(saved: tuple[Run, Path])
 def test_a_second_saver_is_refused(saved: tuple[Run, Path]) -> None:
     run, path = saved
     with new_checkpoint(path.parent, 9) as other:
-        with pytest.raises(CheckpointError, match="another save is under way"):
+        with pytest.raises(CheckpointError, match="another save is running"):
             run.save(path.parent)
         other.manifest = {"parameters": {}, "buffers": {}, "optimizer_steps": {}}
     assert run.save(path.parent).exists()

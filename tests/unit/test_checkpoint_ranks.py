@@ -35,7 +35,7 @@ def test_of_parts_whose_newest_saves_differ_the_newest_that_all_have_is_taken_an
     assert _newest_of_all([[two, one], [one]], first) == Path("dir/step-1")
     (said,) = caplog.messages
     assert "part 0 dir/step-2, part 1 dir/step-1" in said
-    assert said.endswith("the newest that all of them have, dir/step-1")
+    assert said.endswith("loading the newest save that all parts have, dir/step-1")
 
 
 class Exchange:
@@ -194,7 +194,7 @@ def test_a_saver_that_is_refused_keeps_no_other_rank_waiting(tmp_path: Path) -> 
         results = save_together(tmp_path / "run", 3)
         other.manifest = {"parameters": {}, "buffers": {}, "optimizer_steps": {}}
     assert all(isinstance(result, CheckpointError) for result in results)
-    assert "another save is under way" in str(results[2])
+    assert "another save is running" in str(results[2])
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000001"]
 
 
