@@ -33,8 +33,8 @@ class Chooser:
         best, token = logits.max(dim=-1)
         if not best.isfinite():  # the maximum is NaN if any logit is
             raise GeminiError(
-                f"the model's likeliest token has the score {float(best)}, which is no number: its weights, "
-                "or its type's range, do not give any answer to this prompt"
+                f"the model's most likely token has the score {float(best)}, which is not a number: "
+                "its weights are damaged, or the range of its dtype is too small for this prompt"
             )
         if not self._draws:
             return int(token)

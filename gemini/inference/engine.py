@@ -229,7 +229,7 @@ class Engine:
             if len(self._waiting) >= self._queue_size:
                 self._counts["refused"] += 1
                 raise QueueFullError(
-                    f"{len(self._waiting)} requests wait, as many as may (queue_size); come back later"
+                    f"{len(self._waiting)} requests are waiting, the maximum (queue_size); try again later"
                 )
             self._counts["submitted"] += 1
             self._waiting.append(generation)
@@ -308,7 +308,9 @@ class Engine:
         vocabulary = self._packed.config.vocab_size
         wrong = next((token for token in request.tokens if not 0 <= token < vocabulary), None)
         if wrong is not None:
-            raise ConfigError(f"token {wrong} is none of the model's {vocabulary:,}; use its own tokenizer")
+            raise ConfigError(
+                f"token {wrong} is not one of the model's {vocabulary:,}; use the tokenizer of the model"
+            )
         total = len(request.tokens) + request.max_tokens
         longest = self.longest
         if longest is not None and total > longest:

@@ -213,7 +213,7 @@ def _windows_of(model: nn.Module) -> list[int | None]:
     """Return the sliding window, or None, of each layer in transformers' own cache for this model."""
     config = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
-        raise ConfigError(f"{type(model).__name__} is no model of transformers: it has no configuration")
+        raise ConfigError(f"{type(model).__name__} is not a model of transformers: it has no configuration")
     found: list[int | None] = []
     for layer in DynamicCache(config=config).layers:
         if type(layer) is SlidingLayer:
@@ -222,7 +222,7 @@ def _windows_of(model: nn.Module) -> list[int | None]:
             found.append(None)
         else:
             raise ConfigError(
-                f"{type(model).__name__} has layers that keep other things than keys and values "
+                f"{type(model).__name__} has layers that keep more than keys and values "
                 f"({type(layer).__name__}); generate with transformers' own cache"
             )
     return found

@@ -154,7 +154,7 @@ def attending(model: Any) -> Iterator[None]:
 def refuse_other_models(model: Any) -> None:
     """Raise ConfigError if the sequences of ``model`` cannot be packed into one pass."""
     if not hasattr(getattr(model, "config", None), "get_text_config"):
-        raise ConfigError(f"{type(model).__name__} is no model of transformers: it has no configuration")
+        raise ConfigError(f"{type(model).__name__} is not a model of transformers: it has no configuration")
     config = model.config.get_text_config()
     kind = type(model).__name__
     rope = getattr(config, "rope_parameters", None) or {}
@@ -163,7 +163,7 @@ def refuse_other_models(model: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         why = "it has an encoder"
     elif getattr(model, "_is_stateful", False):
-        why = "its layers carry a state that is no attention"
+        why = "its layers have a state outside attention"
     elif not getattr(model, "_supports_attention_backend", False):
         why = "transformers has no exchangeable attention for it"
     elif types - _LAYER_TYPES:
@@ -191,9 +191,9 @@ def _refuse_other_calls(
         if value is not None and name not in _APPLIED | _WITHOUT_EFFECT | {"is_causal"}
     )
     if not (getattr(module, "is_causal", True) and options.get("is_causal") is not False):
-        why = "each token of it sees the tokens behind it too"
+        why = "each of its tokens also attends to later tokens"
     elif attention_mask is not None:
-        why = "it makes a mask of its own"
+        why = "it makes its own mask"
     elif unknown:
         why = f"it attends with {', '.join(unknown)}"
     else:

@@ -37,8 +37,9 @@ class PackedModel:
         parameters = _parameters_of_forward(type(model))
         if not {"input_ids", "position_ids"} <= parameters:
             raise ConfigError(
-                f"{type(model).__name__} is no causal language model of transformers: its forward() takes no "
-                "input_ids and position_ids; of a wrapper, give what it wraps (model.module of GeminiDDP)"
+                f"{type(model).__name__} is not a causal language model of transformers: its "
+                "forward() takes no input_ids and position_ids; if it is a wrapper, give the model "
+                "inside (model.module of GeminiDDP)"
             )
         self._keeps_logits = "logits_to_keep" in parameters
 
@@ -134,7 +135,7 @@ def _within_peft(model: Any) -> Any:
         return model
     if any(getattr(kind, "is_prompt_learning", False) for kind in kinds.values()):
         raise ConfigError(
-            "prompts that PEFT has learned come before each text, and are no part of the model within; use "
+            "PEFT's learned prompts come before each text and are not part of the inner model; use "
             "model.generate(), which takes one batch at a time"
         )
     return model.get_base_model()

@@ -73,11 +73,13 @@ class TensorRanks:
 
         if adapter is not None:
             raise ConfigError(
-                "adapters are not cut for answers; merge them into the model (gemini finetune --merge), or "
-                "use one process"
+                "adapters cannot be divided over ranks; merge them into the model (gemini finetune "
+                "--merge), or use one process"
             )
         if device != "cpu":
-            raise ConfigError(f"device is {device!r}; over ranks answers are computed on the CPU")
+            raise ConfigError(
+                f"device is {device!r}, but several ranks compute only on the CPU; leave device out"
+            )
         if host_bytes is None:
             host_bytes = default_budget_bytes() // (2 * self.count)
         model, self._region = load_part(

@@ -215,10 +215,10 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
             directory = found
             if pairs and not _folder(directory, 0).is_dir() and _is_accelerates(Path(directory)):
                 raise ConfigError(
-                    f"{directory} was saved by Accelerate's own Accelerator, and has no {_FOLDER}/ with the "
-                    "states of managed models; give its weights (model.safetensors) to load_state_dict() of "
-                    "the managed model, or make a directory of them for gemini.from_pretrained(); the "
-                    "optimizer starts anew"
+                    f"{directory} was saved by Accelerate's own Accelerator, and has no {_FOLDER}/ "
+                    "with the states of managed models; give its weights (model.safetensors) to "
+                    "load_state_dict() of the managed model, or make a directory of them for "
+                    "gemini.from_pretrained(); the optimizer then restarts"
                 )
             for number in range(len(pairs)):
                 checkpoint.latest(_folder(directory, number))

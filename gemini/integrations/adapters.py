@@ -56,7 +56,7 @@ class Adapters:
         if isinstance(adapter, peft.PeftConfig):
             if adapter.is_prompt_learning:
                 raise ConfigError(
-                    f"a {type(adapter).__name__} learns inputs, not weights; load the model and give "
+                    f"a {type(adapter).__name__} trains inputs, not weights; load the model and give "
                     "get_peft_model() of it to gemini.manage()"
                 )
             return cls(peft, adapter, None)

@@ -275,7 +275,7 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
         handle.manager.shortage.forget()
         if self._options and handle.config != GeminiConfig.choose(None, **self._options):
             raise ConfigError(
-                f"the module is managed already; leave the options {self._options!r} of GeminiStrategy out, "
+                f"the module is already managed; leave the options {self._options!r} of GeminiStrategy out, "
                 "or call gemini.handle_of(module).release() before"
             )
 

@@ -81,7 +81,7 @@ def newest(run: Path) -> Path | None:
         try:
             check(path)
         except CheckpointError as error:
-            logger.warning("%s; it is passed over", error)
+            logger.warning("%s; it is skipped", error)
             first = first or error
         else:
             return path
@@ -215,6 +215,6 @@ def _is_of(value: object, hint: Any) -> bool:
 
 
 _FRESH = (
-    "the optimizer and the schedule would start anew; to go on from its weights alone, load them with "
+    "the optimizer and the schedule would restart; to continue from its weights only, load them with "
     "from_pretrained() and train without resume_from_checkpoint"
 )

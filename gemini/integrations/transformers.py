@@ -154,7 +154,7 @@ class GeminiTrainerMixin:
                 handle.compare_with(self._plan.predicted.of_rank(0))
         elif self._options or self._plan is not None:
             raise ConfigError(
-                f"the model is managed already; leave gemini={self._options or 'plan'!r} out, or give it "
+                f"the model is already managed; leave gemini={self._options or 'plan'!r} out, or give it "
                 "where the model is loaded"
             )
 

@@ -132,8 +132,8 @@ def _refuse_missing_directory(path: str) -> None:
         return
     home = "Python does not expand ~, os.path.expanduser() does; " if path.startswith("~") else ""
     raise ConfigError(
-        f"from_pretrained() finds no directory {path!r}; {home}give one that save_pretrained() has made "
-        "(hf download NAME --local-dir DIR gets one)"
+        f"from_pretrained() finds no directory {path!r}; {home}give a directory in the format of "
+        "save_pretrained() (hf download NAME --local-dir DIR makes one)"
     )
 
 

@@ -97,7 +97,7 @@ def test_a_module_is_trained_on_and_tested_as_it_is_managed(tmp_path: Path) -> N
     _, got, _ = run(tmp_path, managed=True)
     run(tmp_path, managed=True, module=got)
     assert_same(got, want)
-    with pytest.raises(ConfigError, match="managed already"):
+    with pytest.raises(ConfigError, match="already managed"):
         run(tmp_path, managed=True, module=got, gemini={"device_bytes": "70KiB"})
     gemini.handle_of(got).release()
     assert_same(got, want)

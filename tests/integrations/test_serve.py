@@ -195,7 +195,7 @@ def test_the_documents_endpoint_gives_the_prompt_and_what_follows(served: Served
         ({"prompt": ["a", "b"]}, 400, "several texts"),
         ({"prompt": ""}, 400, "no tokens"),
         ({"prompt": []}, 400, "no tokens"),
-        ({"prompt": [999]}, 400, "token 999 is none of"),
+        ({"prompt": [999]}, 400, "token 999 is not one of"),
         ({"prompt": PROMPT, "max_tokens": 3000}, 400, "at most 2000"),
         ({"prompt": PROMPT, "max_tokens": 0}, 400, "max_tokens is 0"),
         ({"prompt": PROMPT, "top_p": 0}, 400, "top_p is 0"),

@@ -157,7 +157,7 @@ def test_what_cannot_be_done_is_refused(more: dict[str, Any], message: str, tmp_
 def test_options_for_a_model_that_is_managed_are_refused(tmp_path: Path) -> None:
     model = build()
     gemini.manage(model, **tight(str(tmp_path)))
-    with pytest.raises(ConfigError, match="managed already"):
+    with pytest.raises(ConfigError, match="already managed"):
         GeminiTrainer(model=model, args=arguments(tmp_path), gemini={"device_bytes": "1MiB"})
 
 

@@ -150,8 +150,8 @@ def solve_on_mesh(
     except StateError as error:
         nearest_bytes = math.ceil(peak)
         raise StateError(
-            f"no way to run the operators within {format_bytes(budget)} was found in {limit_seconds:g} s; "
-            f"the nearest one takes {format_enough(nearest_bytes)}: raise the budget to that, or add ranks"
+            f"no plan of the operators within {format_bytes(budget)} was found in {limit_seconds:g} s; "
+            f"the smallest found needs {format_enough(nearest_bytes)}: raise the budget to that, or add ranks"
         ) from error
 
 

@@ -101,9 +101,8 @@ class MisfitError(OutOfBudgetError):
 
     def __init__(self, budget: int, least_bytes: int) -> None:
         super().__init__(
-            f"no way to run the operators takes {format_bytes(budget)} or less on each rank: the one of "
-            f"fewest bytes takes {format_enough(least_bytes)}; raise the budget to that, lower the batch, or "
-            "add ranks"
+            f"no plan of the operators fits in {format_bytes(budget)} on each rank: the smallest needs "
+            f"{format_enough(least_bytes)}; raise the budget to that, lower the batch, or add ranks"
         )
         self.least_bytes = least_bytes
 
@@ -142,7 +141,7 @@ def solve(
             slack += solution.peak_bytes - budget + 1
         moments += _worst(program, solution.choices, budget, moments)
     raise StateError(
-        f"no choice within {format_bytes(budget)} was found in {_MOST_ROUNDS} rounds: raise the budget"
+        f"no plan within {format_bytes(budget)} was found in {_MOST_ROUNDS} rounds: raise the budget"
     )
 
 

@@ -324,5 +324,5 @@ SYSTEMS: Mapping[str, System] = {
 def system(name: str) -> System:
     """Return a system by name. Raises ConfigError if the name is unknown."""
     if name not in SYSTEMS:
-        raise ConfigError(f"there is no space {name!r}; give list, or one of {', '.join(SYSTEMS)}")
+        raise ConfigError(f"{name!r} is not a known space; give list, or one of {', '.join(SYSTEMS)}")
     return SYSTEMS[name]
