@@ -23,14 +23,15 @@ logger = logging.getLogger(__name__)
 # After this many passes in a row with fewer gradients of a group, the lower count becomes the expected one.
 _PATIENCE = 3
 
-_UNFINISHED = "a backward pass updated some parameters, and step() has not updated the others"
+_UNFINISHED = "a backward pass updated some parameters, but step() has not updated the rest"
 _AGAIN = (
-    "a parameter was used, or got a gradient, after this backward pass had updated it. Parameters are of two "
-    "steps now: load a checkpoint, and train on with overlap=True, where updates wait for all passes"
+    "a parameter was used, or got a gradient, after this backward pass had updated it. Parameters "
+    "now belong to two steps: load a checkpoint, and continue with overlap=True, which updates after "
+    "all passes"
 )
 _APPLIED = (
-    "the backward pass has used its gradients up to update parameters: call step() next; to accumulate "
-    "gradients, run all passes but the last one under model.no_sync()"
+    "the backward pass has already updated parameters with its gradients: call step() next; to "
+    "accumulate gradients, run all passes except the last under model.no_sync()"
 )
 
 
@@ -122,8 +123,9 @@ class BackwardUpdates:
         changed = [slot.name for slot, hyper in self._updated.items() if hypers.get(slot) != hyper]
         if changed:
             raise StateError(
-                f"the learning rate or another setting of {changed[0]!r} has changed since backward() used "
-                "it; with overlap='backward' change settings before backward(), and take this change back"
+                f"the learning rate or another setting of {changed[0]!r} has changed since "
+                "backward() used it; with overlap='backward' change settings before backward(); undo "
+                "this change"
             )
         self._manager.lock.open()
         try:

@@ -203,7 +203,7 @@ class GeminiOptimizer(ManagedGroups):
             ConfigError: with ``overlap="backward"``, which must know where a pass ends.
         """
         if self._in_backward is not None:
-            raise ConfigError("overlap='backward' updates in backward(loss) alone; choose overlap=True")
+            raise ConfigError("overlap='backward' updates only in backward(loss); choose overlap=True")
         with self._scaled_pass() as scale:
             return self.model.run_backward(lambda: call(scale))
 
@@ -378,8 +378,8 @@ class GeminiOptimizer(ManagedGroups):
             if self._completeness.lacks_weights_alone:
                 states = "the model's weights (model.load_state_dict) like the optimizer's states"
             raise StateError(
-                f"{doing}: {self.incomplete}; load a checkpoint (gemini.checkpoint.load), or {states}, "
-                "before going on"
+                f"{doing}: {self.incomplete}; load a checkpoint (gemini.checkpoint.load), or "
+                f"{states}, before you continue"
             )
 
     @property
@@ -449,8 +449,8 @@ class GeminiOptimizer(ManagedGroups):
         """
         if self._in_backward is not None:
             raise ConfigError(
-                "with overlap='backward' there is nothing left to clip or to read: gradients are used up "
-                "while backward goes on; choose overlap=True"
+                "with overlap='backward' gradients cannot be clipped or read, because backward "
+                "discards each one after its update; choose overlap=True"
             )
         self._finish_gradients(call, **arguments)
         self._clipping.check()

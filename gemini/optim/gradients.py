@@ -210,7 +210,7 @@ def loss_scale_for(config: LossScaleConfig, defaults: LossScaleConfig, *, fp16: 
     ]
     if given:
         logger.warning(
-            "%s of the loss scale %s no effect: losses are scaled under fp16 alone",
+            "%s of the loss scale %s no effect: losses are scaled only with fp16",
             ", ".join(given),
             "has" if len(given) == 1 else "have",
         )
@@ -258,8 +258,9 @@ class LossScale:
         if self.scale <= self._config.min_scale and self._skipped > 1 and not self._told_least:
             self._told_least = True
             logger.warning(
-                "%d steps in a row were skipped: gradients overflow at the least loss scale, %g, too; they "
-                "may not be finite without any: look at the loss, lower the learning rate, or min_scale",
+                "%d steps in a row were skipped: gradients overflow even at the smallest loss scale, "
+                "%g; they may not be finite even without a scale: check the loss, lower the learning "
+                "rate, or lower min_scale",
                 self._skipped,
                 self.scale,
             )

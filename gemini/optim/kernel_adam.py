@@ -258,8 +258,8 @@ class KernelAdam(SelfManaged):
             raise StateError(f"this {type(self).__name__} is closed")
         if self._incomplete is not None:
             raise StateError(
-                f"{self._incomplete}: some parameters and states are one step ahead of the others; "
-                "load a checkpoint of both before going on"
+                f"{self._incomplete}: some parameters and states are one step ahead of the rest; "
+                "load a checkpoint of both before you continue"
             )
         self._settle()
 
@@ -292,11 +292,10 @@ class KernelAdam(SelfManaged):
     def _check_gradient(self, param: torch.Tensor, grad: torch.Tensor, label: str) -> None:
         self._check_param(param, label)
         if param.device.type == "meta":
-            raise ConfigError(f"{label} is on {param.device}: it has no memory to update")
+            raise ConfigError(f"{label} is on {param.device} and has no memory to update")
         if type(param) is ManagedParameter:  # the kernel takes addresses, but its chunk may be evicted
             raise ConfigError(
-                f"{label} is managed; {type(self).__name__} updates it through "
-                "gemini.GeminiOptimizer(optimizer, model), whose step() is the one to call"
+                f"{label} is managed; create gemini.GeminiOptimizer(optimizer, model) and call its step()"
             )
         if grad.layout != torch.strided:
             raise ConfigError(f"the gradient of {label} is {grad.layout}; make it dense")
@@ -339,7 +338,7 @@ class KernelAdam(SelfManaged):
     def _source(self, param: torch.Tensor, state: dict[str, Any], label: str) -> Source | dict[str, Any]:
         file = self._disk.file_of(param)
         if file is not None and not file.has_room(param):
-            raise ConfigError(f"{label} has another size or type than its place in the file; {_START_ANEW}")
+            raise ConfigError(f"{label} differs in size or dtype from its states in the file; {_START_ANEW}")
         if not state:
             return Source.ZERO
         count = float(state.get("step", -1.0))
@@ -413,8 +412,8 @@ def _grad_scale(divisor: float) -> GradScale:
     as_the_kernel_takes_it = torch.tensor(inverse, dtype=torch.float32, device="cpu")
     if not 0.0 < float(as_the_kernel_takes_it) < math.inf:
         raise ConfigError(
-            f"grad_scale is {divisor}; it must be positive and finite, and its inverse too. Gradients "
-            "whose norm is not finite give this: skip such a step"
+            f"grad_scale is {divisor}; it must be positive and finite, and its inverse too. "
+            "Gradients with a norm that is not finite cause this: skip the step"
         )
     return GradScale(pre_scale=1.0 / divisor)
 

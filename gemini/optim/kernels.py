@@ -477,7 +477,7 @@ class KeptAdamTable(AdamTable):
 
     def _require_gradients(self) -> None:
         if not self._grads:
-            raise StateError("the gradients of these rows were let go; take those of this step first")
+            raise StateError("the gradients of these rows were released; read those of this step first")
 
 
 TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -71,16 +71,16 @@ def check_optimizer(
         refuse_replaced_step(optim)
     if rule.whole and model.manager.part is not None:
         raise ConfigError(
-            f"{type(optim).__name__} needs whole parameters, and this model was cut before it was wrapped "
-            "(model_ranks: tensor or pipeline parallelism): what it would take for one may be a part; train "
-            "over ranks of data alone, without model_ranks, or with an optimizer that is element-wise: "
-            "HybridAdam, Lion, or one of torch's but Muon and Adafactor"
+            f"{type(optim).__name__} needs whole parameters, but this model was divided before it "
+            "was wrapped (model_ranks: tensor or pipeline parallelism), so a parameter may be only a "
+            "part; use only data parallelism, or an element-wise optimizer: HybridAdam, Lion, or one "
+            "of torch's except Muon and Adafactor"
         )
     if rule.whole and model.divides_experts:
         raise ConfigError(
-            f"{type(optim).__name__} needs whole parameters, and ranks have divided those of experts "
-            "(ep_size): train with an optimizer that is element-wise (HybridAdam, Lion, or one of torch's "
-            "but Muon and Adafactor), or leave out ep_size"
+            f"{type(optim).__name__} needs whole parameters, but ep_size divides the experts over "
+            "ranks: use an element-wise optimizer (HybridAdam, Lion, or one of torch's except Muon "
+            "and Adafactor), or leave out ep_size"
         )
     for index, group in enumerate(optim.param_groups):
         check_parameters(index, group["params"], model)
@@ -90,14 +90,14 @@ def check_optimizer(
         return rule
     if model.device.torch_device.type == "cuda" and not has_cuda_kernel():
         raise ConfigError(
-            "this build cannot update parameters on a GPU: it was built without nvcc; build it where "
-            "nvcc is on PATH (`gemini check` says how)"
+            "this build cannot update parameters on a GPU: it was built without nvcc; build it with "
+            "nvcc on PATH (`gemini check` prints the commands)"
         )
     if optim.state_format.remainders and any(group.plan.master for group in model.storage.groups):
         raise ConfigError(
-            "master_remainders keeps the rest of bf16 parameters, mixed_precision whole fp32 masters: "
-            "use one of both. To train a parameter in 14 bytes, 10 or 8, make the model bf16 "
-            "(model.to(torch.bfloat16)) and leave mixed_precision out"
+            "master_remainders keeps the low bits of bf16 parameters, and mixed_precision keeps "
+            "whole fp32 masters: use only one of them. To train a parameter in 14 bytes, 10 or 8, "
+            "make the model bf16 (model.to(torch.bfloat16)) and leave mixed_precision out"
         )
     return rule
 
@@ -153,8 +153,8 @@ def host_updates_of(model: ManagedModel, ratio: Margin) -> HostUpdates | None:
         raise ConfigError(f"gpu_margin_mem_ratio is {ratio!r}; give a number from 0 to 1, 'auto' or None")
     if not has_gpu:
         raise ConfigError(
-            f"gpu_margin_mem_ratio is {ratio}, but there is no GPU: all updates are the CPU's, and optimizer "
-            "states stay on DEVICE where there is room; leave it out and raise device_bytes instead"
+            f"gpu_margin_mem_ratio is {ratio}, but there is no GPU: the CPU makes all updates, and "
+            "optimizer states stay on DEVICE if they fit; leave it out and raise device_bytes instead"
         )
     budgets = model.manager.chunks.budgets
     if budgets.host_bytes < _least_host_bytes(model):
@@ -168,8 +168,8 @@ def host_updates_of(model: ManagedModel, ratio: Margin) -> HostUpdates | None:
         )
         raise ConfigError(
             f"gpu_margin_mem_ratio is {ratio}, but host_bytes is {format_bytes(budgets.host_bytes)} and "
-            f"{held} take {format_enough(_least_host_bytes(model))}: the CPU updates states on HOST alone; "
-            "raise host_bytes to that, or leave out gpu_margin_mem_ratio: then states come to the GPU"
+            f"{held} take {format_enough(_least_host_bytes(model))}: the CPU updates only states on HOST; "
+            "raise host_bytes to that, or leave out gpu_margin_mem_ratio to update states on the GPU"
         )
     sharding = model.manager.sharding
     whole_bytes = sharding.gather_bytes if sharding is not None else 0
@@ -217,18 +217,20 @@ def check_several(model: ManagedModel, overlaps: set[Overlap], ratios: set[Margi
     """
     if model.manager.sharding is not None:
         raise ConfigError(
-            "over several ranks one optimizer updates a model: gradients of all parameters are exchanged "
-            "and given up together; put the parameters into groups of one optimizer"
+            "over several ranks a model can have only one optimizer, because gradients of all "
+            "parameters are exchanged and discarded together; put the parameters into groups of one "
+            "optimizer"
         )
     if model.config.precision == torch.float16:
         raise ConfigError(
-            "under mixed_precision='fp16' one optimizer updates a model: it keeps the loss scale; "
-            "put the parameters into groups of one optimizer"
+            "with mixed_precision='fp16' a model can have only one optimizer, because it keeps the "
+            "loss scale; put the parameters into groups of one optimizer"
         )
     if "backward" in overlaps:
         raise ConfigError(
-            "with overlap='backward' one optimizer updates a model: a backward pass makes the gradients "
-            "of all its parameters; put the parameters into groups of one optimizer"
+            "with overlap='backward' a model can have only one optimizer, because a backward pass "
+            "computes the gradients of all parameters; put the parameters into groups of one "
+            "optimizer"
         )
     if len(ratios) > 1:
         raise ConfigError(
@@ -248,11 +250,11 @@ def check_mode(
     if overlap != "backward":
         raise ConfigError(f"overlap={overlap!r} is unknown; choose True, False or 'backward'")
     reasons = {
-        "max_norm=: the norm is known when all gradients are": clips,
+        "max_norm=: the norm needs all gradients": clips,
         "log_num_zeros_in_grad=: gradients are used up before they are counted": counts,
-        "mixed_precision='fp16': whether gradients overflow is known when all are there": scales,
+        "mixed_precision='fp16': an overflow is known only when all gradients are computed": scales,
         "several ranks": several_ranks,
-        "an optimizer of a class that is not known: its step may read or change anything": not defers,
+        "an optimizer of an unknown class: its step may read or change anything": not defers,
     }
     for reason, applies in reasons.items():
         if applies:
@@ -438,7 +440,8 @@ class ManagedGroups(WrappedOptimizer):
         if new:
             raise ConfigError(
                 f"the groups' settings ask for {', '.join(sorted(new))}, which they did not when the "
-                "optimizer was made (a momentum that was 0); make it with them"
+                "GeminiOptimizer was created (for example, momentum was 0); set them before you "
+                "create it"
             )
 
     def make_states(self, optim: torch.optim.Optimizer) -> None:

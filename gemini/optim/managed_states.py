@@ -19,8 +19,8 @@ from gemini.runtime.storage.model_storage import ManagedSlot
 def refuse_write() -> NoReturn:
     """Raise StateError: states in chunks are read-only."""
     raise StateError(
-        "states live in the model's chunks, and optimizer.state is to be read: load_state_dict() replaces "
-        "them, and with {**optimizer.state_dict(), 'state': {}} they begin anew"
+        "states are in the model's chunks, and optimizer.state is read-only: load_state_dict() "
+        "replaces them; load {**optimizer.state_dict(), 'state': {}} to reset them"
     )
 
 

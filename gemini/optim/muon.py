@@ -44,7 +44,7 @@ class MuonHyper:
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum is {self.momentum}; it must be from 0 to below 1")
         if not 0 < self.ns_steps < 100:
-            raise ConfigError(f"ns_steps is {self.ns_steps}; it must be from 1 to 99, 5 is usual")
+            raise ConfigError(f"ns_steps is {self.ns_steps}; it must be from 1 to 99; 5 is usual")
 
     @classmethod
     def from_group(cls, group: Mapping[str, Any]) -> MuonHyper:
@@ -134,8 +134,8 @@ class Muon(SelfManaged):
             state.update(step=0, **{name: torch.zeros_like(param) for name in names})
         if names[-1] not in state:
             raise ConfigError(
-                "a group has use_muon=False, and had use_muon=True when its parameters made their first "
-                "step: AdamW has no second moments of them; make another optimizer for these groups"
+                "a group changed from use_muon=True to use_muon=False after the first step: AdamW "
+                "has no second moments for its parameters; create another optimizer for these groups"
             )
         state["step"] += 1
         if hyper.use_muon:

@@ -378,8 +378,8 @@ def refuse_loops(optim: torch.optim.Optimizer, group: Mapping[str, Any]) -> Grou
     for flag in ("fused", "differentiable"):
         if group.get(flag):
             raise ConfigError(
-                f"{flag}=True of {type(optim).__name__}: under management a parameter is updated "
-                f"in pieces, and gives the same bits only without; leave {flag} out"
+                f"{flag}=True of {type(optim).__name__} is not supported: a managed parameter is "
+                f"updated in pieces, which gives the same bits only without {flag}; leave it out"
             )
     return GroupSettings.of(group)
 

@@ -49,7 +49,7 @@ if hasattr(torch_optim, "Muon"):
 
 _REFUSED = {
     torch_optim.LBFGS: "it evaluates the loss several times in a step and needs all parameters as one vector",
-    torch_optim.SparseAdam: "it takes sparse gradients, and those of managed parameters are dense",
+    torch_optim.SparseAdam: "it needs sparse gradients, but gradients of managed parameters are dense",
 }
 
 
@@ -128,7 +128,10 @@ def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False, whole: b
             "make another of the optimizer that it drives"
         )
     if elementwise and whole:
-        raise ConfigError("elementwise=True and whole=True contradict: over pieces, or a parameter at a time")
+        raise ConfigError(
+            "elementwise=True (update pieces) and whole=True (update whole parameters) "
+            "contradict each other; give one of them"
+        )
     is_inside = (
         isinstance(optim, SelfManaged) and optim.makes_driver
     )  # the optimizer is making its own driver

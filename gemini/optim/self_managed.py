@@ -70,9 +70,9 @@ class SelfManaged(torch.optim.Optimizer):
         """
         if self._own is not None and self._own.steps:
             raise ConfigError(
-                f"this {type(self).__name__} has updated the managed model by itself already: it is its own "
-                "GeminiOptimizer and has backward() and clip_grad_by_norm(); use it on, or make the "
-                "GeminiOptimizer before its first step"
+                f"this {type(self).__name__} has already updated the managed model without a "
+                "GeminiOptimizer; continue to use it directly (it has backward() and "
+                "clip_grad_by_norm()), or create the GeminiOptimizer before its first step"
             )
 
     def give_to(self, wrapper: torch.optim.Optimizer) -> None:
@@ -109,8 +109,8 @@ class SelfManaged(torch.optim.Optimizer):
                     continue
                 if param.grad.is_sparse:
                     raise ConfigError(
-                        f"{type(self).__name__} takes dense gradients; use SparseAdam for those of sparse "
-                        "layers"
+                        f"{type(self).__name__} supports only dense gradients; use SparseAdam for "
+                        "sparse layers"
                     )
                 update(param, self.state[param], hyper)
         return loss

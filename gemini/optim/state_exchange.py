@@ -427,7 +427,7 @@ def _check_count(slot: ManagedSlot, count: Any) -> None:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         counted = False
     if not counted:
-        raise ConfigError(f"the state of {slot.name!r} has step = {count!r:.200}, which is no number")
+        raise ConfigError(f"the state of {slot.name!r} has step = {count!r:.200}, which is not a number")
 
 
 def counted_steps(optimizer: ManagedOptimizer, slot: ManagedSlot) -> dict[str, Any]:
@@ -540,5 +540,5 @@ def _entries(optimizer: ManagedOptimizer) -> Iterator[tuple[int, dict[str, Any]]
         if slot not in steps or not entries(optimizer, slot):
             continue
         if (manager.step, optimizer.steps.get(slot)) != (begun, steps[slot]):
-            raise StateError("states were changed while they were read in shards; begin again after the step")
+            raise StateError("states changed while they were read in shards; start again after the step")
         yield number, {**counted_steps(optimizer, slot), **exported_state(optimizer, slot)}

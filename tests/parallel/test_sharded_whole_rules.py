@@ -198,4 +198,4 @@ def _cut() -> str:
 def test_what_was_cut_before_is_refused() -> None:
     for message in run_on_ranks(_cut, 2):
         assert "Lamb needs whole parameters" in message
-        assert "without model_ranks" in message
+        assert "use only data parallelism" in message

@@ -67,6 +67,6 @@ def test_steps_that_no_scale_saves_are_said_at_once_and_once(caplog: pytest.LogC
     for _ in range(10):
         scale.update(True)
     assert [text for _, text in messages(caplog)] == [
-        "3 steps in a row were skipped: gradients overflow at the least loss scale, 1, too; they may not be "
-        "finite without any: look at the loss, lower the learning rate, or min_scale"
+        "3 steps in a row were skipped: gradients overflow even at the smallest loss scale, 1; they may "
+        "not be finite even without a scale: check the loss, lower the learning rate, or lower min_scale"
     ]

@@ -496,5 +496,5 @@ def test_a_step_without_any_gradient_counts() -> None:
 
 def test_updates_in_backward_are_refused() -> None:
     net = seeded(mlp)
-    with GeminiDDP(net) as model, pytest.raises(ConfigError, match="a class that is not known"):
+    with GeminiDDP(net) as model, pytest.raises(ConfigError, match="an unknown class"):
         GeminiOptimizer(GroupCounter(net.parameters()), model, overlap="backward")

@@ -156,7 +156,7 @@ def test_there_is_one_driver_of_an_optimizer() -> None:
         with pytest.raises(ConfigError, match="leave grad_scale out"):
             optimizer.step(grad_scale=2.0)
         optimizer.step()
-        with pytest.raises(ConfigError, match="has updated the managed model by itself"):
+        with pytest.raises(ConfigError, match="has already updated the managed model"):
             GeminiOptimizer(optimizer, model)
 
 

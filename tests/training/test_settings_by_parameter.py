@@ -596,9 +596,9 @@ def test_a_state_that_is_written_to_through_the_driven_optimizer_is_refused() ->
         train(model, [managed], square, range(2))
         param = net[0][0].weight
         assert torch.equal(inner.state[param]["exp_avg"], managed.state[param]["exp_avg"])
-        with pytest.raises(StateError, match=r"optimizer\.state is to be read"):
+        with pytest.raises(StateError, match=r"optimizer\.state is read-only"):
             inner.state[param]["exp_avg"].zero_()
-        with pytest.raises(StateError, match=r"optimizer\.state is to be read"):
+        with pytest.raises(StateError, match=r"optimizer\.state is read-only"):
             inner.state.clear()
 
 

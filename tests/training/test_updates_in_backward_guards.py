@@ -113,9 +113,9 @@ def test_nothing_can_be_clipped(tmp_path: Path) -> None:
             adam(model, "forward")
         optimizer = adam(model)
         optimizer.backward(square_loss(model, 0))
-        with pytest.raises(ConfigError, match="nothing left to clip"):
+        with pytest.raises(ConfigError, match="cannot be clipped or read"):
             optimizer.clip_grad_by_norm(1.0)
-        with pytest.raises(ConfigError, match="nothing left to clip"):
+        with pytest.raises(ConfigError, match="cannot be clipped or read"):
             optimizer.clip_grad_by_value(1.0)
     with small(tmp_path, mixed_precision="fp16") as model, pytest.raises(ConfigError, match="fp16"):
         adam(model)
