@@ -553,6 +553,6 @@ class GeminiDDP(LoadsAsPart):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
-            "a GeminiDDP cannot be copied or pickled: its memory is under one budget; model.module can, and "
+            "a GeminiDDP cannot be copied or pickled, because its memory belongs to one budget; "
             "copy.deepcopy(model.module) gives an ordinary, unmanaged model"
         )

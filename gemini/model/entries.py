@@ -126,8 +126,9 @@ def plain_class(managed: type[nn.Module]) -> type[nn.Module]:
     bases = managed.__bases__
     if not any(managed is made for made in _CLASSES.values()):
         raise StateError(
-            f"the class of a managed {managed.__name__} was changed after it was managed, as "
-            "parametrizations do; register those of the outermost module before, or take them off again"
+            f"the class of a managed {managed.__name__} changed after it was managed, as "
+            "parametrizations do; register parametrizations of the outermost module before you "
+            "manage it, or remove them"
         )
     return cast("type[nn.Module]", bases[1])
 

@@ -57,9 +57,9 @@ def _refuse_within(wrapper: Any) -> None:
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         if any(type(each) in MANAGED for each in (*args, *kwargs.values())):
             raise ConfigError(
-                f"a {wrapper.__name__} cannot be made of a managed parameter, or of a view of one: its "
-                "operators would read memory that is there for the runtime's own alone; make it of a copy, "
-                f"{wrapper.__name__}.from_local(param.detach().clone(), mesh)"
+                f"a {wrapper.__name__} cannot wrap a managed parameter or a view of one: its "
+                "operators would bypass the runtime and read memory that may be evicted; wrap a "
+                f"copy, {wrapper.__name__}.from_local(param.detach().clone(), mesh)"
             )
         return make(cls, *args, **kwargs)
 

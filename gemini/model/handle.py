@@ -83,8 +83,8 @@ class Passes:
         if self._unseen >= _STEPS_UNSEEN and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "gradients come and go, but no GeminiOptimizer ends a step: nothing is planned, and an "
-                "optimizer of torch keeps its states beside the budgets; use "
+                "gradients were created and freed, but no GeminiOptimizer ended a step: no step is "
+                "planned, and torch's optimizer keeps its states outside the budgets; use "
                 "GeminiOptimizer(optimizer, model)"
             )
 
@@ -113,8 +113,8 @@ class ManagedParameters:
         nobody uses; or if two parameters of the module share one slot."""
         if self._is_released:
             raise StateError(
-                f"{doing}: the model was released: its parameters are ordinary ones; manage it again, or go "
-                "on with the module alone"
+                f"{doing}: the model was released, and its parameters are ordinary tensors; manage "
+                "it again, or use the module directly"
             )
         if second_names:
             self._refuse_twins(doing)
@@ -125,9 +125,9 @@ class ManagedParameters:
         raise StateError(
             f"{doing}: parameter {name!r} is no longer managed: torch.utils.swap_tensors, or "
             "load_state_dict() of the module under "
-            "torch.__future__.set_swap_module_params_on_conversion(True), put another "
-            "tensor in its place. Build the model again, wrap it and load a checkpoint; load weights with "
-            "load_state_dict() of the GeminiDDP, which copies them"
+            "torch.__future__.set_swap_module_params_on_conversion(True), replaced its tensor. Build "
+            "the model again, wrap it and load a checkpoint; to load weights, use load_state_dict() "
+            "of the GeminiDDP, which copies them"
         )
 
     def _refuse_twins(self, doing: str) -> None:
@@ -137,8 +137,9 @@ class ManagedParameters:
                 other = names.setdefault(id(param._slot), name)
                 if other != name:
                     raise StateError(
-                        f"{doing}: parameters {other!r} and {name!r} share one memory, as of "
-                        "nn.Parameter(weight); tie them: layer.weight = other_layer.weight"
+                        f"{doing}: parameters {other!r} and {name!r} are different tensors over the "
+                        "same memory (nn.Parameter(weight) makes such a tensor); tie them: "
+                        "layer.weight = other_layer.weight"
                     )
 
 
@@ -339,9 +340,9 @@ class ManagedModel:
         """
         if self.divides_experts:
             raise ConfigError(
-                "gemini.checkpoint writes each parameter once, and each rank has experts of its own "
-                "(ep_size): call booster.save_model and booster.save_optimizer on all ranks; load_model and "
-                "load_optimizer of a booster read them"
+                "gemini.checkpoint writes each parameter once, but with ep_size each rank has "
+                "different experts: call booster.save_model and booster.save_optimizer on all ranks, "
+                "and load with load_model and load_optimizer of the booster"
             )
         rank, part = self.rank(aside=aside), self.manager.part
         return rank if part is None else replace(rank, parts=_rank_among(part.peers, aside=aside))
@@ -618,11 +619,12 @@ class ManagedModel:
         self.manager.lock.refuse_all()
         if self.manager.part is not None or self.divides_experts:
             raise ConfigError(
-                "the parameters of a model that was cut over ranks before it was wrapped have changed, and "
-                "what each rank has of them is not known; put in and take out layers before it is boosted"
+                "layers were added to or removed from a model that tensor or pipeline parallelism "
+                "has divided, and the part of each rank is unknown; change the layers before you "
+                "boost the model"
             )
         if torch._C._current_graph_task_id() != -1:
-            raise StateError("parameters are adopted within a backward pass; do it before the forward pass")
+            raise StateError("adopt() cannot run during a backward pass; call it before the forward pass")
         return changes
 
     def _follow_module(self) -> None:
@@ -763,8 +765,8 @@ class ManagedModel:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
-            "what manages a module cannot be copied or pickled: its memory is under one budget; the module "
-            "can, and a copy of it is an ordinary one"
+            "the handle of a managed module cannot be copied or pickled, because its memory belongs "
+            "to one budget; copy the module: the copy is ordinary and unmanaged"
         )
 
     def leave(self, kind: type[BaseException] | None, error: object) -> None:
@@ -781,8 +783,8 @@ class ManagedModel:
             probe = torch.empty(0, dtype=param.dtype, device=param.device)
             if (fn(probe).dtype, fn(probe).device) != (probe.dtype, probe.device):
                 raise ConfigError(
-                    f"a managed model stays {param.dtype} on {param.device}: its memory is laid out once, "
-                    "when it is wrapped; choose mixed_precision and device there"
+                    f"a managed model stays {param.dtype} on {param.device}, because its memory is "
+                    "laid out when it is wrapped; choose mixed_precision and device when you wrap it"
                 )
 
 
@@ -815,7 +817,9 @@ def handle_of_parameter(param: torch.Tensor) -> ManagedModel:
     for handle in _handles:
         if handle.storage.slots.get(slot.name) is slot:
             return handle
-    raise ConfigError(f"no managed model has the parameter {slot.name!r} any longer; give one of a model's")
+    raise ConfigError(
+        f"the parameter {slot.name!r} no longer belongs to a managed model; give a parameter of one"
+    )
 
 
 def _rank_among(peers: Peers, *, aside: bool) -> Rank:

@@ -135,7 +135,7 @@ def _open(
         raise ConfigError(f"manage() takes an nn.Module, not {type(module).__name__}")
     if "_gemini" in vars(module):
         raise ConfigError(
-            f"this {type(module).__name__} is managed already; gemini.handle_of() returns its handle"
+            f"this {type(module).__name__} is already managed; gemini.handle_of() returns its handle"
         )
     peers = make_peers(process_group)
     computing, chosen = prepared(

@@ -77,13 +77,13 @@ def retry_step(model: ManagedModel, step: Callable[[], T]) -> T:
 def _refuse(model: ManagedModel) -> None:
     if model.peers is not None:
         raise ConfigError(
-            "over several ranks none can repeat a step alone; where memory runs out, use a smaller batch or "
-            "torch.utils.checkpoint"
+            "retry_step() works in one process only, because a rank cannot repeat a step alone; use "
+            "a smaller batch or torch.utils.checkpoint"
         )
     if any(optimizer.overlap == "backward" for optimizer in model.optimizers):
         raise ConfigError(
-            "with overlap='backward' a step cannot be repeated: its backward pass updates weights; choose "
-            "overlap=True"
+            "with overlap='backward' a step cannot be repeated, because its backward pass updates "
+            "weights; choose overlap=True"
         )
 
 
@@ -139,7 +139,7 @@ class _Start:
         optimizers = self._model.optimizers
         broken = [optimizer.incomplete for optimizer in optimizers if optimizer.incomplete]
         if broken:
-            return f"{broken[0]}; load a checkpoint before going on"
+            return f"{broken[0]}; load a checkpoint before you continue"
         for before, now, what in zip(self._final, self._find_final(), _WHAT, strict=True):
             if before != now:
                 return what
@@ -158,13 +158,14 @@ class _Start:
 
 
 _WHAT = (
-    "its update had begun; go on with the next step",
-    "it wrote to parameters; load a checkpoint, or weights, before going on",
+    "its update had started; continue with the next step",
+    "it wrote to parameters; load a checkpoint, or weights, before you continue",
 )
-_OTHERS = "it trained another managed model as well; give each a step of its own, or use a smaller batch"
+_OTHERS = "it also trained another managed model; give each model its own step, or use a smaller batch"
 _HAD_GRADIENTS = (
-    "there were gradients before it, which it may have changed; have it begin where there are none, with the "
-    "first forward pass after step() or zero_grad(), and call zero_grad() before going on"
+    "there were gradients before it, which it may have changed; call zero_grad() before you "
+    "continue, and start a step without gradients: with the first forward pass after step() or "
+    "zero_grad()"
 )
 
 
@@ -191,9 +192,8 @@ def _message(model: ManagedModel, error: BaseException, first_share: int) -> str
     reason = str(error).partition("\n")[0]
     return (
         f"a step ran out of memory twice, the second time with at most {format_bytes(first_share)} of model "
-        f"data on DEVICE beside what operators hold (device_bytes is {format_bytes(capacity.device_bytes)}): "
-        f"{reason}; use a smaller batch or torch.utils.checkpoint, lower device_bytes if others use this "
-        f"memory{below}. "
-        "The step was taken back; from now on model data takes at most "
-        f"{format_bytes(model.manager.shortage.share_bytes)}"
+        "data on DEVICE besides the operators' memory (device_bytes is "
+        f"{format_bytes(capacity.device_bytes)}): {reason}; use a smaller batch or torch.utils.checkpoint, "
+        f"lower device_bytes if other programs use this memory{below}. The step was undone; from now on "
+        f"model data takes at most {format_bytes(model.manager.shortage.share_bytes)}"
     )

@@ -127,8 +127,8 @@ class TiledHeads:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "tiled_loss: logits are read beside their loss, and computed whole: %s; read fewer rows, or "
-                "leave tiled_loss out",
+                "tiled_loss: the program reads logits besides the loss, so they are computed whole: "
+                "%s; read fewer rows, or leave tiled_loss out",
                 format_bytes(nbytes),
             )
 
@@ -183,11 +183,11 @@ def _unfit(head: nn.Module) -> str | None:
     """Return why a head's loss cannot be tiled; None if it can."""
     kind = type(head)
     if any(each.__module__.startswith("gemini.parallel") for each in kind.__mro__):
-        return f"is cut over ranks ({kind.__name__}): each has a part of the logits"
+        return f"is divided over ranks ({kind.__name__}): each rank has a part of the logits"
     if kind.__module__.startswith("peft."):
         return f"has adapters ({kind.__name__}): its logits are more than one product"
     if not isinstance(head, nn.Linear) or kind.forward is not nn.Linear.forward:
-        return f"is no linear layer but {kind.__name__}"
+        return f"is a {kind.__name__}, not a linear layer"
     own = vars(head).get("forward")
     is_plain = own is None or isinstance(own, LazyHead) or getattr(own, "__func__", None) is kind.forward
-    return None if is_plain else "has a forward of its own"
+    return None if is_plain else "overrides forward()"

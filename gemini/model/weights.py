@@ -549,9 +549,7 @@ def _shards(
             yield shard, held
             shard, held = {}, 0
             if model.manager.step != begun:
-                raise StateError(
-                    "weights were changed while they were read in shards; begin again after the step"
-                )
+                raise StateError("weights changed while they were read in shards; start again after the step")
         if keeps:
             shard.update(dict.fromkeys(names, value))
             held += nbytes

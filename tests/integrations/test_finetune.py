@@ -72,7 +72,7 @@ def test_a_tiled_loss_trains_alike(
     got = run(config, tiled_loss="yes", output=f"{config.output}-tiled")
     assert list(got.losses) == pytest.approx(list(want.losses), rel=1e-5)
     assert got.summary.eval_loss == pytest.approx(want.summary.eval_loss, rel=1e-5)
-    assert "logits are read" not in caplog.text
+    assert "reads logits" not in caplog.text
     with pytest.raises(ConfigError, match="has tiled_loss = 'no', but this command has tiled_loss = 'yes'"):
         run(config, tiled_loss="yes", resume="yes")
 

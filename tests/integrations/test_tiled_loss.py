@@ -95,7 +95,7 @@ def test_any_budget_gives_the_bits_of_the_tiled_loss_and_nearly_those_of_the_pla
         handle = gemini.manage(model, tiled_loss=True, disk_dir=str(tmp_path), optimizer_rule="none", **TIGHT)
         got = model(**inputs)
         got.loss.backward()
-        assert "logits are read" not in caplog.text
+        assert "reads logits" not in caplog.text
     assert got.loss.item() == alone.loss.item() == pytest.approx(want.loss.item(), rel=1e-6)
     assert handle.stats()["disk_read"]["bytes"] > 0
     found, same = gradients(model), gradients(unmanaged_)
@@ -131,7 +131,7 @@ def test_a_trainer_prints_nearly_what_it_does_without_tiles(
     if options.get("non_model_bytes", 0) is None:
         budget["device_bytes"] = "2MiB"
     got = ours(arguments(tmp_path / "got", **more), **budget)
-    assert "logits are read" not in caplog.text
+    assert "reads logits" not in caplog.text
     near = 2e-2 if more.get("bf16") else 1e-5
     assert len(figures(got)) == len(figures(want)) > 2
     for one, other in zip(figures(got), figures(want), strict=True):
@@ -162,7 +162,7 @@ def test_a_trainer_that_asks_for_logits_gets_them(tmp_path: Path, caplog: pytest
     want, got = evaluated(False), evaluated(True)
     assert (seen[True].predictions == seen[False].predictions).all()
     assert got["eval_best"] == want["eval_best"]
-    assert "logits are read" in caplog.text
+    assert "reads logits" in caplog.text
 
 
 def test_weights_after_steps_are_those_of_the_same_tiles_without_a_budget(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_what_cannot_be_tiled_is_refused_by_name_and_left_alone_by_auto(case: st
     message = {
         "no head": "has no head",
         "own forward": "_Doubling",
-        "cut": "cut over ranks",
+        "cut": "divided over ranks",
         "adapters": "lm_head.* has adapters",
     }.get(case, "unknown")
     if case == "no head":

@@ -80,7 +80,7 @@ def test_a_step_between_two_shards_is_refused() -> None:
     shards = model.state_dict_shard(1)
     next(shards)
     step(model, optimizer)
-    with pytest.raises(StateError, match="begin again"):
+    with pytest.raises(StateError, match="start again"):
         next(shards)
 
 

@@ -371,5 +371,5 @@ def test_what_cannot_be_managed_is_refused_and_left_as_it_was(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="not a GeminiDDP, nor managed"):
         gemini.handle_of(model)
     gemini.manage(model, **small(tmp_path))
-    with pytest.raises(ConfigError, match="managed already"):
+    with pytest.raises(ConfigError, match="already managed"):
         gemini.manage(model)

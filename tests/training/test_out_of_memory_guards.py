@@ -63,7 +63,7 @@ def test_what_a_step_cannot_take_back_is_refused() -> None:
     with small() as model, small() as other:
         optimizer, others = optimizer_of(model), optimizer_of(other)
         refused: dict[str, Callable[[], Any]] = {
-            "update had begun": step_of(model, optimizer, 0),
+            "update had started": step_of(model, optimizer, 0),
             "wrote to parameters": lambda: write(model),
             "another managed model": step_of(other, others, 0),
         }
@@ -94,7 +94,7 @@ def test_updates_in_backward_and_several_ranks_are_refused() -> None:
         del optimizer
     with small() as model:
         model._gemini.peers = SimpleNamespace(leave=lambda _why: None)  # type: ignore[assignment]
-        with pytest.raises(ConfigError, match="over several ranks"):
+        with pytest.raises(ConfigError, match="in one process only"):
             model.retry_step(step)
     assert step.num_calls == 0
 

@@ -151,7 +151,9 @@ def test_two_parameters_over_one_memory_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="tie"):
             net[1].weight.data = net[0].weight.data
         net[1].weight = nn.Parameter(net[0].weight)
-        with pytest.raises(StateError, match=r"'0\.weight' and '1\.weight' share one memory"):
+        with pytest.raises(
+            StateError, match=r"'0\.weight' and '1\.weight' are different tensors over the same memory"
+        ):
             model(torch.ones(2, WIDTH))
         net[1].weight = net[0].weight
         assert model(torch.ones(2, WIDTH)).isfinite().all()
