@@ -76,17 +76,18 @@ def unique_parameters(
     for name, owner in module.named_modules():
         if isinstance(owner, torch.jit.ScriptModule) and next(owner.parameters(), None) is not None:
             raise ConfigError(
-                f"submodule {name or 'the model itself'!r} is scripted: operators of TorchScript use its "
-                "parameters unseen; give the module from before torch.jit.script or torch.jit.trace"
+                f"submodule {name or 'the model itself'!r} is scripted: the runtime cannot see "
+                "operators of TorchScript; give the module from before torch.jit.script or "
+                "torch.jit.trace"
             )
     for name, param in module.named_parameters():
         if isinstance(param, ManagedParameter):
             if param._ref.manager is manager:
                 continue
             raise ConfigError(
-                f"parameter {name!r} is managed already; give it back first "
-                "(gemini.handle_of(model).release()), build a new model, or wrap copy.deepcopy(module) of "
-                "this one, made before it is closed"
+                f"parameter {name!r} is already managed; release it first "
+                "(gemini.handle_of(model).release()), build a new model, or wrap "
+                "copy.deepcopy(module) of this one, made before it is closed"
             )
         if is_lazy(param):
             raise ConfigError(
@@ -99,17 +100,18 @@ def unique_parameters(
             continue
         if type(param) is not nn.Parameter:
             kind = type(param)
-            way_out = "give one of an ordinary tensor in its place"
+            way_out = "replace it by an ordinary nn.Parameter"
             if kind.__name__ == "DTensor":
                 way_out = (
-                    "give nn.Parameter(param.full_tensor()) in its place, and process_group= or a DeviceMesh "
-                    "to cut it among ranks, or parallelize() of gemini.parallel for tensor parallelism"
+                    "replace it by nn.Parameter(param.full_tensor()); to shard it over ranks give "
+                    "process_group= or a DeviceMesh, or use parallelize() of gemini.parallel for "
+                    "tensor parallelism"
                 )
             if kind.__name__ == "ColoParameter":
                 way_out = "wrap the model in GeminiDDP of gemini.parallel.colo, or call its apply_specs first"
             raise ConfigError(
-                f"parameter {name!r} is a {kind.__module__}.{kind.__qualname__}; only an nn.Parameter of "
-                f"ordinary memory, or a frozen quantized weight, becomes one that chunks hold: {way_out}"
+                f"parameter {name!r} is a {kind.__module__}.{kind.__qualname__}; chunks hold only an "
+                f"nn.Parameter of ordinary memory or a frozen quantized weight: {way_out}"
             )
         if not param.is_floating_point() or param.layout is not torch.strided:
             raise ConfigError(
@@ -175,9 +177,9 @@ def adopt_module(
     warn_of_rounded(adopted)
     if initialization.unset:
         unset = [first_names.get(name, name) for name in initialization.unset]
-        why = "no reset_parameters() or _init_weights() gives them any"
+        why = "no reset_parameters() or _init_weights() initializes them"
         if not awaited.isdisjoint(unset):
-            why = "each rank has some of the experts, and would draw the values of the first ones"
+            why = "each rank has some of the experts, and would initialize them like the first ones"
         _await_load(unset, why, module, storage, manager)
     return adopted
 
@@ -217,9 +219,9 @@ def warn_of_rounded(adopted: Sequence[Adopted]) -> None:
     rounded = [entry for entry in adopted if entry.rounded]
     if rounded:
         logger.warning(
-            "%d frozen parameters (first %r) have no fp32 masters, and their values were rounded to %s for "
-            "good: state_dict() and checkpoints have what is left; freeze them after wrapping to keep "
-            "masters",
+            "%d frozen parameters (first %r) have no fp32 masters, and their values were permanently "
+            "rounded to %s: state_dict() and checkpoints have the rounded values; freeze them after "
+            "wrapping to keep masters",
             len(rounded),
             rounded[0].slot.name,
             rounded[0].slot.param_view.dtype,

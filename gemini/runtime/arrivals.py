@@ -140,7 +140,10 @@ def _refuse_unfit(module: nn.Module, manager: GeminiManager) -> None:
     """Raise ConfigError if a new parameter has no values, shares memory with a managed one, or has a gradient
     that only this rank made although ranks would have to exchange it."""
     if torch.is_inference_mode_enabled():
-        raise ConfigError("parameters cannot be adopted within torch.inference_mode(): they could not train")
+        raise ConfigError(
+            "parameters cannot be adopted inside torch.inference_mode(), because they could "
+            "not train; adopt them outside"
+        )
     for name, param in module.named_parameters():
         if isinstance(param, ManagedParameter):
             continue
@@ -148,14 +151,14 @@ def _refuse_unfit(module: nn.Module, manager: GeminiManager) -> None:
             param.numel() and not is_quantized(param) and param.data_ptr() in manager.windows
         ):
             raise ConfigError(
-                f"parameter {name!r} has the memory of a managed one; tie them by assigning the parameter "
-                "itself (layer.weight = other_layer.weight), or give it its own: "
-                "nn.Parameter(weight.detach().clone())"
+                f"parameter {name!r} shares memory with a managed parameter; tie them by assigning "
+                "the parameter itself (layer.weight = other_layer.weight), or give it its own "
+                "memory: nn.Parameter(weight.detach().clone())"
             )
         if param.is_meta:
-            raise ConfigError(f"parameter {name!r} came into the model on 'meta': give it its values before")
+            raise ConfigError(f"parameter {name!r} was added to the model on 'meta': give it values first")
         if param.grad is not None and manager.is_sharded:
             raise ConfigError(
-                f"parameter {name!r} came into the model and has a gradient of this rank alone; call "
+                f"parameter {name!r} was added to the model with a gradient of this rank only; call "
                 "zero_grad() before it is managed"
             )

@@ -192,9 +192,9 @@ def _refuse_quantized(outline: Outline) -> None:
     """Raise ConfigError for quantized weights, which tensor and pipeline parallelism cannot divide."""
     for name in outline.forms:
         raise ConfigError(
-            f"{len(outline.forms)} parameters (first {name!r}) are quantized weights, which tensor and "
-            "pipeline parallelism (model_ranks) do not divide; share the batch among ranks instead (ZeRO, "
-            "process_group), or give a base with floating-point weights"
+            f"{len(outline.forms)} parameters (first {name!r}) are quantized weights, which tensor "
+            "and pipeline parallelism (model_ranks) cannot divide; divide the batch among ranks "
+            "instead (ZeRO, process_group), or use a base model with floating-point weights"
         )
 
 
@@ -347,7 +347,7 @@ def _check(blueprint: Blueprint, config: GeminiConfig, drawing: Drawing) -> Plac
     except OutOfBudgetError as error:
         if config.optimizer_rule is not None or plan is None:
             raise
-        logger.warning("the model can be evaluated, and not trained with Adam: %s", error)
+        logger.warning("the model can be evaluated, but not trained with Adam: %s", error)
     return plan if plan is not None else checked(Blueprint.refuse_unheld)
 
 

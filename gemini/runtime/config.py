@@ -129,7 +129,7 @@ class GeminiConfig:
         given = [name for name, value in options.items() if value != defaults.get(name)]
         if given:
             raise ConfigError(
-                f"{', '.join(given)} and config= are both given; put everything into the config, "
+                f"{', '.join(given)} and config= are both given; put all options into the config, "
                 "for example with dataclasses.replace(config, ...)"
             )
         return config
@@ -197,15 +197,14 @@ class GeminiConfig:
         """Raise ConfigError for features that this release has only in one process, or only on the CPU."""
         if several_ranks and self.activation_recompute:
             raise ConfigError(
-                "activation_recompute is for one process in this release, each rank would choose for itself; "
-                "use torch.utils.checkpoint over ranks"
+                "activation_recompute supports only one process, because each rank would choose "
+                "differently; with several ranks use torch.utils.checkpoint"
             )
         if not device.has_own_memory:
             return
         if self.activation_recompute:
             raise ConfigError(
-                f"activation_recompute is for the CPU in this release, not for {device.name}; "
-                "use torch.utils.checkpoint there"
+                f"activation_recompute supports only the CPU, not {device.name}; use torch.utils.checkpoint"
             )
 
 
@@ -257,8 +256,9 @@ def check_offload(config: GeminiConfig, capacity: TierCapacity, *, measured: boo
         )
     if has_auto and not measured:
         reasons.append(
-            "activation_offload='auto' keeps on DEVICE what a recorded step shows to fit there: it needs "
-            "placement_policy='auto' and no non_model_bytes; or choose activation_offload=True"
+            "activation_offload='auto' keeps on DEVICE the activations that fit there in a recorded "
+            "step: it needs placement_policy='auto' and no non_model_bytes; or choose "
+            "activation_offload=True"
         )
     if reasons:
         raise ConfigError(". And ".join(reasons))

@@ -84,8 +84,8 @@ class Growth:
                 )
             if torch._C._current_graph_task_id() != -1:
                 raise StateError(
-                    f"parameter {slot.name!r} is unfrozen within a backward pass; do it before the forward "
-                    "pass"
+                    f"parameter {slot.name!r} was unfrozen during a backward pass; unfreeze it "
+                    "before the forward pass"
                 )
             self._open(slot)
         with PlainTensors():

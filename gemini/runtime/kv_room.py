@@ -253,14 +253,17 @@ def _refuse(manager: GeminiManager, below_bytes: int, device_bytes: int) -> None
     not fit below DEVICE, or if DEVICE has no ``device_bytes`` for them."""
     budgets = manager.chunks.budgets
     if manager.is_sharded:
-        raise ConfigError("the model's chunks are cut among ranks; keys and values must stay on DEVICE there")
+        raise ConfigError(
+            "the model's chunks are sharded over ranks, so keys and values must stay on "
+            "DEVICE; leave kv_device_bytes out"
+        )
     if not manager.chunks.device.cuts_chunks:
         raise ConfigError(
             f"keys and values cannot lie below DEVICE of {manager.chunks.device.name}; give them as much of "
             "DEVICE as they may take in all"
         )
     if manager.context.other_bytes:
-        raise ConfigError("keys and values have a room in this model already; close it first")
+        raise ConfigError("this model already has memory for keys and values; close it first")
     if device_bytes >= budgets.device_bytes:
         raise ConfigError(
             f"kv_device_bytes is {format_bytes(device_bytes)} of device_bytes "

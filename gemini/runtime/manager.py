@@ -476,7 +476,7 @@ class GeminiManager(Gate):
             StateError: another observer is active.
         """
         if observer is not None and self.observer is not None:
-            raise StateError("this model is being recorded already; leave that recording first")
+            raise StateError("this model is already being recorded; end that recording first")
         self.observer = self.chunks.observer = observer
         if observer is not None:
             self.end_residence()

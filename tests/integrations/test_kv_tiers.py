@@ -207,7 +207,7 @@ def test_changes_of_the_batch_are_refused_by_name(managed: Any) -> None:
         managed.generate(ids.expand(3, -1), cache=cache, max_new_tokens=4)
         with pytest.raises(ConfigError, match="another batch"), torch.no_grad():
             managed(ids, cache=cache)
-        with pytest.raises(ConfigError, match="have a room in this model already"):
+        with pytest.raises(ConfigError, match="already has memory for keys and values"):
             KVCache(managed, kv_bytes="1MiB")
     cache.close()
     with pytest.raises(StateError, match="closed"):

@@ -102,7 +102,7 @@ def test_a_trainer_of_others_leaves_a_managed_model_uncompiled_and_says_so(
     )
     with caplog.at_level(logging.WARNING):
         trainer.train()
-    assert "model.compile() compiles each of its blocks" in caplog.text
+    assert "model.compile(), which compiles each block" in caplog.text
     assert not handle.compiled.names
     assert [log["loss"] for log in figures(trainer)] == [log["loss"] for log in figures(want)]
 

@@ -69,7 +69,7 @@ def test_what_cannot_be_managed_is_refused(tmp_path: Path) -> None:
         handle = gemini.handle_of(model)
         for arrival, reason in (
             (nn.Linear(WIDTH, WIDTH, device="meta"), "on 'meta'"),
-            (other[0], "is managed already"),
+            (other[0], "is already managed"),
             (nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=torch.complex64))]), "only dense floating"),
         ):
             net.append(arrival)

@@ -90,7 +90,7 @@ def test_freezing_later_stops_updates_and_what_was_frozen_may_be_unfrozen(tmp_pa
         model.module.core.first.requires_grad_(True)
         frozen = model.module.core.frozen
         with pytest.raises(
-            ConfigError, match=r"core.frozen.weight.* is frozen and has no place for a gradient"
+            ConfigError, match=r"core.frozen.weight.* is frozen and has no memory for a gradient"
         ):
             frozen.weight.grad = torch.zeros(frozen.weight.shape)
         frozen.weight.requires_grad_(True)
@@ -307,7 +307,7 @@ def test_a_copy_of_the_module_is_plain_and_independent(tmp_path: Path) -> None:
 
 def test_a_managed_module_is_wrapped_again_as_the_refusal_says(tmp_path: Path) -> None:
     with GeminiDDP(seeded(lambda: Around(Kinds())), **tight(tmp_path, 40 * KIB)) as model:
-        with pytest.raises(ConfigError, match=r"managed already.*copy\.deepcopy\(module\).*before .* closed"):
+        with pytest.raises(ConfigError, match=r"already managed.*copy\.deepcopy\(module\).*before .* closed"):
             GeminiDDP(model.module)
         copied, want = copy.deepcopy(model.module), square_loss(model, 0).item()
     with GeminiDDP(copied, **tight(tmp_path, 40 * KIB)) as model:

@@ -295,7 +295,7 @@ def test_not_within_a_backward_pass_nor_of_a_closed_model(tmp_path: Path) -> Non
     with GeminiDDP(net, **tight(tmp_path, 100)) as model:
         optimizer = GeminiOptimizer(CPUAdam(net.parameters()), model)
         net[-1][0].weight.register_hook(lambda _: net[0].requires_grad_(True))
-        with pytest.raises(StateError, match="within a backward pass"):
+        with pytest.raises(StateError, match="during a backward pass"):
             optimizer.backward(model(torch.ones(1, WIDTH)).sum())
     with pytest.raises(StateError):
         net[0].requires_grad_(True)

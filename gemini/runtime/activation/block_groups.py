@@ -228,9 +228,9 @@ class _GroupPass:
             out = self._runs[member](*args, **kwargs)
         if place != len(slots):
             raise StateError(
-                f"block {self._group.names[member]!r} saved {len(slots)} tensors in forward, and {place} "
-                "when it ran again in backward: it computes something else each time; leave it out of "
-                "recompute="
+                f"block {self._group.names[member]!r} saved {len(slots)} tensors in forward, and "
+                f"{place} when it ran again in backward: its computation differs from run to run; "
+                "leave it out of recompute="
             )
         return [each.detach() if isinstance(each, torch.Tensor) else each for each in tree_flatten(out)[0]]
 

@@ -156,8 +156,8 @@ class RecomputedBlock:
             changes = before.changed()
             if not changes and digest is not None and _digest(module) != digest:
                 raise ConfigError(
-                    f"block {self.name!r} cannot be computed again in backward: its forward pass changes "
-                    "something within its attributes, and would do so twice; leave it out of recompute="
+                    f"block {self.name!r} cannot be recomputed in backward: its forward pass changes "
+                    "its attributes, and would change them twice; leave it out of recompute="
                 )
             self._changes[modes] = changes
             before.keep_only(changes)
@@ -222,23 +222,23 @@ def refuse_unfit_blocks(model: nn.Module, blocks: Iterable[Names]) -> None:
     for name in names:
         if name not in modules or not name:
             raise ConfigError(
-                f"recompute names {name!r:.200}, and the model has no such block; name them as "
-                "model.named_modules() does"
+                f"recompute names {name!r:.200}, but the model has no such block; use the names of "
+                "model.named_modules()"
             )
         outer = next((each for each in names if name.startswith(f"{each}.")), None)
         if outer is not None or names.count(name) > 1:
             raise ConfigError(
-                f"recompute names {name!r} {f'and {outer!r} around it' if outer else 'twice'}; what is "
-                "computed again is named once"
+                f"recompute names {name!r} {f'and {outer!r} around it' if outer else 'twice'}; name "
+                "each recomputed block once"
             )
         module = modules[name]
         is_function = isinstance(inspect.getattr_static(type(module), "forward", None), types.FunctionType)
         if not is_function or type(module).forward is nn.Module.forward:
-            raise ConfigError(f"recompute names {name!r}, and {type(module).__name__} has no forward to run")
+            raise ConfigError(f"recompute names {name!r}, but {type(module).__name__} has no forward()")
         if "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule) or is_compiled(module):
             raise ConfigError(
-                f"recompute names {name!r}, and something else has its forward already (torch.compile, a "
-                "hook of another library, recomputation); leave one of them out"
+                f"recompute names {name!r}, but its forward is already replaced (by torch.compile, a "
+                "hook of another library, or recomputation); leave one of them out"
             )
 
 

@@ -95,7 +95,9 @@ class Digest:
         elif hasattr(value, "__dict__"):
             self.add(vars(value))
         else:
-            raise CannotRepeat(f"it has an attribute of type {type(value).__name__}, which may change unseen")
+            raise CannotRepeat(
+                f"it has an attribute of type {type(value).__name__}, which may change undetected"
+            )
 
 
 def digest_of(module: nn.Module) -> Digest:
@@ -150,7 +152,7 @@ class Given:
             return tuple(self._place(one) for one in value)
         if isinstance(value, _PLAIN):
             return value
-        raise CannotRepeat(f"it is given an object of type {type(value).__name__}")
+        raise CannotRepeat(f"it is called with an object of type {type(value).__name__}")
 
 
 def _filled(value: object, tensors: Sequence[torch.Tensor]) -> object:
@@ -190,7 +192,7 @@ class Look:
         if _versions(self._module.parameters()) != self._parameters:
             raise CannotRepeat("it writes to its parameters")
         if _other_random_states() != self._random:
-            raise CannotRepeat("it draws random numbers of Python or numpy")
+            raise CannotRepeat("it draws random numbers from Python or numpy")
         if not self.holds:
             raise CannotRepeat("it changes its attributes or buffers")
         strange = next(
@@ -237,9 +239,10 @@ class Repeat:
             set_training(self._module, modes)
         if _versions(self._module.buffers()) != self._buffers or _bits_of(out) != self._bits:
             raise StateError(
-                f"block {self._name!r} gave other results when it was run again in backward than in forward, "
-                "or its buffers were written: its gradients would be wrong. What it depends on has changed "
-                "between; leave out activation_recompute, then zero_grad() and repeat the step"
+                f"block {self._name!r} gave other results in backward than in forward, or its "
+                "buffers were written: its gradients would be wrong. An input that it depends on "
+                "changed in between; leave out activation_recompute, call zero_grad() and repeat the "
+                "step"
             )
         return out
 

@@ -68,7 +68,7 @@ class ChunkPool:
         larger = [size for size, free in self._free.items() if free and size > nbytes]
         if not larger:
             raise OutOfBudgetError(
-                f"no place on DISK for a further chunk of {format_bytes(nbytes)} of activations; raise "
+                f"DISK has no space for another activation chunk of {format_bytes(nbytes)}; raise "
                 "disk_bytes or use fewer different batch shapes"
             )
         return min(larger)

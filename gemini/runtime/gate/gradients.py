@@ -156,8 +156,8 @@ class GradientScale:
         if found is None and self._is_needed:
             raise ConfigError(
                 "under mixed_precision='fp16' the gradients of an unscaled loss underflow; call "
-                "optimizer.backward(loss) instead of loss.backward(): of this model's optimizer or, where "
-                "the loss goes through several managed models, of one of theirs"
+                "optimizer.backward(loss) of this model's optimizer instead of loss.backward(); if "
+                "the loss depends on several managed models, use the optimizer of one of them"
             )
         if found is None and self.value is None:
             return grad

@@ -205,7 +205,7 @@ def _name(ident: int) -> str:
 
 def closed(tensors: TensorIds, *, on_host: bool = False) -> None:
     """Raise StateError: the model was closed."""
-    raise StateError("the managed model was closed; its parameters hold no memory any more")
+    raise StateError("the managed model was closed, and its parameters no longer have memory; build it again")
 
 
 def in_child(_tensors: TensorIds = (), *, on_host: bool = False) -> None:
@@ -358,8 +358,8 @@ class Strays:
 
 def _stray_error(chunk: int) -> EvictedAccessError:
     return EvictedAccessError(
-        f"memory of evicted chunk {chunk if chunk >= 0 else 'unknown'} was read or written outside an "
-        "operator (a numpy view, a writer of files, or a tensor made from a raw pointer); what was made "
-        "of it since may be NaN, a file too. Clone the value while it is in use, for example "
+        f"memory of evicted chunk {chunk if chunk >= 0 else 'unknown'} was read or written outside "
+        "an operator (a numpy view, a writer of files, or a tensor made from a raw pointer); results "
+        "and files written from it may contain NaN. Clone the value while it is in use, for example "
         "param.detach().clone(), and save model.state_dict(), not that of the module"
     )

@@ -277,8 +277,8 @@ def _run_uncompiled(blocks: CompiledBlocks, call: Callable[..., Any], args: Any,
     if not blocks.warned:
         blocks.warned = True
         logger.warning(
-            "torch.compile leaves a managed model as it is, since its parameters are not all there at once; "
-            "model.compile() compiles each of its blocks"
+            "torch.compile has no effect on a managed model, because its parameters are not all on "
+            "DEVICE at once; use model.compile(), which compiles each block"
         )
     return call(*args, **kwargs)
 

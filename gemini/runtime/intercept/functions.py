@@ -59,17 +59,17 @@ def set_data(tensor: Any, value: torch.Tensor) -> None:
         if getattr(value, what) != getattr(tensor, what):
             raise ConfigError(
                 f"a managed tensor of {what} {getattr(tensor, what)} cannot take data of {what} "
-                f"{getattr(value, what)}: its memory is laid out once, when the model is wrapped; change it "
-                "before, or change an ordinary copy (copy.deepcopy(module)) and wrap that"
+                f"{getattr(value, what)}: its memory is laid out when the model is wrapped; change "
+                "it before wrapping, or change an ordinary copy (copy.deepcopy(module)) and wrap that"
             )
     with PlainTensors():
         if value.data_ptr() == tensor.data_ptr() and value.stride() == tensor.stride():
             return  # module.to("cpu") does this: nothing to write
     if _is_managed(value):
         raise ConfigError(
-            "giving a managed tensor the data of another one would have both share memory, where each has a "
-            "place of its own; copy the values with param.copy_(other) under torch.no_grad(), or tie "
-            "parameters before wrapping: layer.weight = other_layer.weight"
+            ".data = would make two managed tensors share memory, but each has its own place in a "
+            "chunk; copy the values with param.copy_(other) under torch.no_grad(), or tie parameters "
+            "before wrapping: layer.weight = other_layer.weight"
         )
     with torch.no_grad():
         tensor.copy_(value)
@@ -91,8 +91,8 @@ def write_items(tensor: Any) -> Callable[..., Any]:
     if not tensor._ref.manager.gathers:
         raise AttributeError("__create_write_items__")
     raise ConfigError(
-        "torch.distributed.checkpoint.save has each rank read some weights by itself, and weights of a "
-        "managed module are read by all ranks together: give it get_model_state_dict(model) of "
+        "torch.distributed.checkpoint.save makes each rank read some weights alone, but all ranks "
+        "must read weights of a managed module together: give it get_model_state_dict(model) of "
         "torch.distributed.checkpoint.state_dict, or gemini.handle_of(model).state_dict()"
     )
 
@@ -179,9 +179,8 @@ def _formatted(tensor: Any, spec: str) -> str:
 def _refuse(name: str) -> Callable[..., Any]:
     def refuse(tensor: Any, *_args: Any, **_options: Any) -> Any:
         raise ConfigError(
-            f"{name}() would take a managed tensor of shape {tuple(tensor.shape)} off its chunk; use it on "
-            f"a copy, for example "
-            "param.detach().clone()"
+            f"{name}() would remove a managed tensor of shape {tuple(tensor.shape)} from its chunk; "
+            "use it on a copy, for example param.detach().clone()"
         )
 
     return refuse

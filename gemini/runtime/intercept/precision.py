@@ -59,7 +59,7 @@ def compute_types(
     if precision is None:
         if keep_fp32:
             raise ConfigError(
-                "keep_fp32 is for mixed_precision: without it parameters keep their type; leave it out"
+                "keep_fp32 needs mixed_precision: without it parameters keep their dtype; leave keep_fp32 out"
             )
         return {id(param): param.dtype for param in params}
     kept = _named(module, keep_fp32, strict=strict)

@@ -325,8 +325,8 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     operands = operands_of(args, kwargs, given)
     if not operands:
         raise ConfigError(
-            f"{getattr(func, '__name__', func)}() was given a managed parameter inside an object that is no "
-            "list, tuple or dict; pass the parameters themselves, or a list of them"
+            f"{getattr(func, '__name__', func)}() was given a managed parameter inside an object "
+            "that is not a list, tuple or dict; pass the parameters themselves, or a list of them"
         )
     if len(MANAGED) > _NUM_PLAIN:
         for operand in operands:
@@ -489,8 +489,8 @@ def _operate_on_copies(func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     out = func(*args, **kwargs)
     if [copy._version for copy in copies] != versions:
         raise ConfigError(
-            f"{getattr(func, '__name__', func)}() writes to a managed parameter within a transform of "
-            "torch.func; write to it before or after"
+            f"{getattr(func, '__name__', func)}() writes to a managed parameter inside a transform "
+            "of torch.func; write to it before or after"
         )
     return out
 

@@ -215,7 +215,7 @@ class StepPlanner:
             chosen = choose_plan(iteration, machine)
         except (OutOfBudgetError, ConfigError) as error:
             # The simulator does not know that operators may exceed the soft limit.
-            logger.info("the step was not planned, it follows the order alone: %s", error)
+            logger.info("the step has no plan and follows only the recorded order: %s", error)
             return None
         logger.info(
             "planned a step of %d moments in %.2f s: %s, %.3g s expected",

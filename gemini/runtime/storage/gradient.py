@@ -24,8 +24,8 @@ class _DiscardedGradient(RefusingGate):
 
     def pre_op(self, *_tensors: Any) -> NoReturn:
         raise StateError(
-            "this .grad was given up by step(), zero_grad() or an assignment to param.grad, and its memory "
-            "with it; to keep a gradient, clone it before: param.grad.clone()"
+            "this .grad was discarded by step(), zero_grad() or an assignment to param.grad, and its "
+            "memory was freed; to keep a gradient, clone it before: param.grad.clone()"
         )
 
 
@@ -372,13 +372,14 @@ class _Shared(RefusingGate):
 
     def pre_op(self, *_tensors: Any) -> NoReturn:
         raise ConfigError(
-            f"the gradient of parameter {self._name!r} is exchanged among the ranks: each holds a part of "
-            "their mean and none the whole, so what goes through param.grad, as torch.nn.utils."
-            "clip_grad_norm_ and torch.amp.GradScaler do, cannot see it; clip with "
-            "optimizer.clip_grad_by_norm(max_norm), clip_grad_by_value() or GeminiOptimizer(max_norm=...), "
-            "scale losses by mixed_precision='fp16' and optimizer.backward(loss), read "
-            "optimizer.get_param_grad(param). What this rank alone has made can be "
-            "read under model.no_sync(), and param.grad = values replaces a gradient"
+            f"the gradient of parameter {self._name!r} was exchanged among the ranks: each rank "
+            "holds only a part of the mean, so functions that read param.grad, such as "
+            "torch.nn.utils.clip_grad_norm_ and torch.amp.GradScaler, cannot see it; clip with "
+            "optimizer.clip_grad_by_norm(max_norm), clip_grad_by_value() or "
+            "GeminiOptimizer(max_norm=...), scale losses by mixed_precision='fp16' and "
+            "optimizer.backward(loss), read optimizer.get_param_grad(param). The gradient of this "
+            "rank alone can be read under model.no_sync(), and param.grad = values replaces a "
+            "gradient"
         )
 
 

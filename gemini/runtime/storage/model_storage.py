@@ -32,13 +32,13 @@ from gemini.runtime.storage.data_sizes import (
 )
 from gemini.runtime.storage.gradient import GroupShard, ShardedGradient, ShardPlace, SlotGradient
 
-HALF_LOADED = "a load failed half-way and left a mixture of what was there and what was read"
+HALF_LOADED = "a load failed half-way and left a mixture of old and new weights"
 
 
 class Mixture:
-    """Records that a load or update failed halfway, until every weight was loaded again.
+    """Records that a load or update failed half-way, until every weight was loaded again.
 
-    ``reason``: what failed halfway; empty if nothing did.
+    ``reason``: what failed half-way; empty if nothing did.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,8 @@ class Mixture:
         if self.reason:
             raise StateError(
                 f"{doing}: {self.reason}; load a checkpoint (gemini.checkpoint.load), or all weights "
-                "(model.load_state_dict), before going on. What there is, model.module.state_dict() has"
+                "(model.load_state_dict), before you continue. model.module.state_dict() returns the "
+                "present values"
             )
 
 
@@ -287,8 +288,8 @@ class ManagedSlot:
         """
         if self.grad is None:
             raise ConfigError(
-                f"parameter {self.name!r} is frozen and has no place for a gradient; unfreeze it first: "
-                "param.requires_grad_(True)"
+                f"parameter {self.name!r} is frozen and has no memory for a gradient; unfreeze it "
+                "first: param.requires_grad_(True)"
             )
         return self.grad
 
