@@ -252,7 +252,7 @@ def _check(manifest: Mapping[str, Any], weights: Mapping[str, str], states: Rang
     try:
         check_values(manifest, weights, states)
     except ValueError as error:
-        raise CheckpointError(f"the saved file is incomplete: {error}") from error
+        raise CheckpointError(f"the checkpoint would be incomplete: {error}") from error
 
 
 SHARD_BYTES = "4GiB"

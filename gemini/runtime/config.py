@@ -197,7 +197,7 @@ class GeminiConfig:
         """Raise ConfigError for features that this release has only in one process, or only on the CPU."""
         if several_ranks and self.activation_recompute:
             raise ConfigError(
-                "activation_recompute supports only one process, because each rank would choose "
+                "activation_recompute supports only one process, because each rank could choose "
                 "differently; with several ranks use torch.utils.checkpoint"
             )
         if not device.has_own_memory:

@@ -67,7 +67,7 @@ def set_data(tensor: Any, value: torch.Tensor) -> None:
             return  # module.to("cpu") does this: nothing to write
     if _is_managed(value):
         raise ConfigError(
-            ".data = would make two managed tensors share memory, but each has its own place in a "
+            "param.data = other would make two managed tensors share memory, but each has its own place in a "
             "chunk; copy the values with param.copy_(other) under torch.no_grad(), or tie parameters "
             "before wrapping: layer.weight = other_layer.weight"
         )
