@@ -157,9 +157,9 @@ class Expected:
         total."""
         if nbytes > self._spare_bytes:
             raise ConfigError(
-                f"what came into the model needs addresses for {format_bytes(nbytes)}, and of those reserved "
-                f"beside the model's at wrapping {format_bytes(self._spare_bytes)} are left; wrap the model "
-                "anew, with all that it has now"
+                f"the parameters added to the model need addresses for {format_bytes(nbytes)}, but only "
+                f"{format_bytes(self._spare_bytes)} of the spare addresses reserved at wrapping are left; "
+                "wrap the model again with its present parameters"
             )
 
     def add(self, specs: Sequence[ChunkSpec]) -> None:

@@ -411,8 +411,8 @@ def _bounds(
         )
     if max_chunk_bytes is not None and max_chunk_bytes < CHUNK_ALIGN_BYTES:
         raise ConfigError(
-            f"a chunk may have {max_chunk_bytes:,} bytes but the smallest possible has "
-            f"{CHUNK_ALIGN_BYTES:,}; raise device_bytes"
+            f"a chunk may have at most {max_chunk_bytes:,} bytes, but the smallest chunk has "
+            f"{CHUNK_ALIGN_BYTES:,} bytes; raise device_bytes"
         )
     page_numel = page_elements(itemsize)
     smallest = round_up(int(min_chunk_size_mb * _MEGA) // itemsize, page_numel)
@@ -516,7 +516,7 @@ def ordered_like(value: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) ->
         ConfigError: the shapes differ.
     """
     if value.shape != like.shape:
-        raise ConfigError(f"a tensor of shape {tuple(value.shape)} belongs to one of {tuple(like.shape)}")
+        raise ConfigError(f"a tensor has shape {tuple(value.shape)}; it must have {tuple(like.shape)}")
     plain = value.dtype == dtype and value.device == like.device and not value.is_neg()
     plain = plain and (value.data_ptr() != 0 or value.numel() == 0)  # torch's zero tensors have no memory
     if plain and is_dense(value) and same_order(value, like):

@@ -799,8 +799,8 @@ class ChunkManager:
         if self._disk.file is None:
             raise IoError(
                 errno.EROFS,
-                "weights that are not as the files have them, since they were changed, cast or merged, have "
-                "no place below DEVICE: those files are only read; give disk_dir",
+                "weights that were changed, cast or merged differ from the checkpoint's files, which are "
+                "read-only, so they cannot be evicted from DEVICE; give disk_dir",
             )
         self._disk.written(chunk.id)
         self._stored.pop(chunk.id, None)

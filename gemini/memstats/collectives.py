@@ -69,7 +69,7 @@ class CollectiveSpeeds:
         for record in self.records:
             _check(record)
             if (key := (record.kind, record.ranks)) in seen:
-                raise ConfigError(f"collectives: {record.kind} over {record.ranks} ranks is there twice")
+                raise ConfigError(f"collectives: {record.kind} over {record.ranks} ranks is given twice")
             seen.add(key)
 
     def seconds(self, kind: str, ranks: int, nbytes: float) -> float:

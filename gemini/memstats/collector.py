@@ -72,7 +72,7 @@ class MemStatsCollector:
         """
         self._require_collecting("sample")
         if moment != len(self._phases):
-            raise StateError(f"moment {moment} was sampled where moment {len(self._phases)} comes next")
+            raise StateError(f"moment {moment} was sampled, but the next is moment {len(self._phases)}")
         self._end_segment()
         self._phases.append(phase)
         self._peaks.append(0)
@@ -120,4 +120,4 @@ class MemStatsCollector:
 
     def _require_collecting(self, call: str) -> None:
         if not self._collecting:
-            raise StateError(f"{call}() came outside a step; call start() first")
+            raise StateError(f"{call}() was called outside a step; call start() first")

@@ -352,9 +352,7 @@ def _storage_ids(tensors: Sequence[torch.Tensor]) -> set[int]:
 def _check_distinct(tensors: Sequence[torch.Tensor]) -> None:
     distinct = len(_storage_ids(tensors))
     if distinct < len(tensors):
-        raise ConfigError(
-            f"{len(tensors)} tensors have {distinct} storages together; name each memory only once"
-        )
+        raise ConfigError(f"{len(tensors)} tensors share {distinct} storages; give each storage only once")
 
 
 def _check_owns_storage(tensor: torch.Tensor) -> None:
@@ -367,7 +365,8 @@ def _check_owns_storage(tensor: torch.Tensor) -> None:
     used = tensor.numel() * tensor.element_size()
     if storage.nbytes() != used or tensor.storage_offset() != 0:
         raise ConfigError(
-            f"{what} uses {used} bytes of a storage of {storage.nbytes()}; it must own a whole one"
+            f"{what} uses {used} bytes of a storage of {storage.nbytes()} bytes; give a tensor that uses its "
+            "whole storage"
         )
     if not storage.resizable():
-        raise ConfigError(f"{what} shares memory with its maker (numpy, a file); clone it first")
+        raise ConfigError(f"{what} shares memory with its source (numpy, a file); clone it first")

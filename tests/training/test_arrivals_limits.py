@@ -282,7 +282,7 @@ def test_without_addresses_to_spare_nothing_is_taken_in() -> None:
         optimizer = GeminiOptimizer(RULES["adam"](net.parameters()), model)
         train_step(model, optimizer, 0)
         add_a_layer(net)
-        with pytest.raises(ConfigError, match="wrap the model anew"):
+        with pytest.raises(ConfigError, match="wrap the model again"):
             gemini.handle_of(model).adopt()
 
 

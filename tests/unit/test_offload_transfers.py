@@ -168,7 +168,7 @@ def test_memory_is_named_only_once(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match="only once"):
                 offloader.async_writev(twice)
         offloader.async_write(tensor)
-        with pytest.raises(ConfigError, match="own a whole"):
+        with pytest.raises(ConfigError, match="uses its whole storage"):
             offloader.async_write(tensor.t())  # it was waited for and is empty now
         offloader.sync_read(tensor)
     assert torch.equal(tensor, want)
