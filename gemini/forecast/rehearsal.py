@@ -227,6 +227,9 @@ class _RehearsedModel(GeminiDDP):
         self.meter = meter
         super().__init__(module, config=config)
 
+    def _find_peers(self, process_group: object | None) -> None:
+        return None  # one rank may rehearse while the others wait for it
+
     def _open_device(self, device: object, pin_memory: bool | None) -> ComputeDevice:
         return _MetaDevice()
 

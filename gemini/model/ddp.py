@@ -290,7 +290,7 @@ class GeminiDDP(LoadsAsPart):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise ConfigError(f"GeminiDDP wraps an nn.Module, not {type(module).__name__}")
-        peers = make_peers(process_group)
+        peers = self._find_peers(process_group)
         choose = partial(
             GeminiConfig.choose,
             config,
@@ -338,6 +338,10 @@ class GeminiDDP(LoadsAsPart):
         model_ranks, experts = parts
         built = build_runtime(module, config, peers, device, model_ranks, experts=experts)
         return ManagedModel(module, config, device, peers, built)
+
+    def _find_peers(self, process_group: object | None) -> ProcessGroupPeers | None:
+        """Return the other ranks. A rehearsal (gemini.forecast) has none, even within a rank."""
+        return make_peers(process_group)
 
     def _open_device(self, device: torch.device | str | int | None, pin_memory: bool | None) -> ComputeDevice:
         """Open the computing device. A rehearsal (gemini.forecast) and tests override this."""

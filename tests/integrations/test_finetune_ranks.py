@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 from finetune_runs import Signalling, run, small_run
 from processes import close_workers, run_on_ranks
 
+from gemini.cli.finetune import forecast_lines
 from gemini.cli.main import main
 from gemini.comm.ranks import Rank, make_peers
 from gemini.errors import ConfigError
@@ -42,12 +43,16 @@ def config(tmp_path: Path) -> FineTuneConfig:
 
 
 def train(config: FineTuneConfig, stop_after: int, who_stops: int) -> tuple[list[float], float | None, int]:
-    """Train on this rank; one of them is told to stop after a step."""
+    """Train on this rank, as the command does: the first one prints a forecast. One is told to stop after a
+    step.
+    """
     peers = make_peers(None)
     assert peers is not None
     rank = Rank(peers.share.place, peers.share.world, peers.say)
     stops = stop_after if rank.index == who_stops else 0
-    result = job.run(config, show=lambda _: Signalling(stops), rank=rank)
+    forecast = None if rank.index else forecast_lines
+    config = dataclasses.replace(config, nproc=rank.count)
+    result = job.run(config, show=lambda _: Signalling(stops), forecast=forecast, rank=rank)
     return list(result.losses), result.summary.eval_loss, result.exit_code
 
 
