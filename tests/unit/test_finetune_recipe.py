@@ -158,6 +158,7 @@ def test_a_recipe_that_is_not_there_or_no_recipe_is_refused(tmp_path: Path) -> N
         ([*NEEDED, "--data-keys", "q=prompt"], r"did you mean prompt=q\?"),
         ([*NEEDED, "--show", "-1"], "--show is -1"),
         ([*NEEDED, "--activations", "plan"], "needs a tier below DEVICE"),
+        ([*NEEDED, "--activations", "plan", "--host-bytes", "1GiB", "--tp", "2"], "this run has 2; use"),
         (
             [*NEEDED, "--activations", "plan", "--host-bytes", "1GiB", "--device", "cuda"],
             "plan supports only the CPU",

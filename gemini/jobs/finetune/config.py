@@ -153,6 +153,11 @@ class FineTuneConfig(MemoryOptions):
                 "it names; give one of them"
             )
         self.check_activations()
+        if self.activations == "plan" and self.num_ranks > 1:
+            raise ConfigError(
+                f"--activations plan chooses for one process, but this run has {self.num_ranks}; use "
+                "--activations offload, or --activation-checkpointing"
+            )
 
     def refuse_unread(self, given: Iterable[str]) -> None:
         """Raise ConfigError if one of the fields in ``given`` has no effect on this run."""
