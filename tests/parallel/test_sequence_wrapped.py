@@ -10,6 +10,7 @@ import pytest
 import torch
 from processes import run_on_ranks
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from gemini import ConfigError, CPUAdam
 from gemini.parallel import Booster, HybridParallelPlugin
@@ -232,6 +233,29 @@ def refusals() -> dict[str, str]:
         except ConfigError as error:
             said[name] = str(error)
     return said
+
+
+def different_batches() -> list[str]:
+    """Run a model that takes whole batches with one of its own on each rank."""
+    booster = Booster(plugin=HybridParallelPlugin(sp_size=2, zero_stage=1))
+    model = Twice(llama())
+    model, optimizer, *_ = booster.boost(model, CPUAdam(model.parameters()))
+    own = batch(dist.get_rank())
+    said = []
+    for call in (
+        lambda: model(**own),
+        lambda: booster.execute_pipeline(iter([own]), model, lambda output, _: output.loss, optimizer),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_ranks_that_run_whole_batches_must_have_the_same() -> None:
+    for directly, through_the_booster in run_on_ranks(different_batches, 2):
+        assert "along sp" in directly
+        assert "different" in through_the_booster
 
 
 def prefix_refusals() -> list[str]:

@@ -280,7 +280,10 @@ class HybridParallelPlugin(PartsPlugin):
             self._sequences[boosted] = sequence
         self._pipelines[boosted] = Pipeline(parts.staged, trained, mesh, self._schedule, cut)
         if mesh is not None and (shared := mesh.axis("tp")) is not None:
-            boosted.register_forward_pre_hook(partial(_compare_batches, shared), with_kwargs=True)
+            boosted.register_forward_pre_hook(partial(_compare_batches, shared, "tp"), with_kwargs=True)
+        if sequence is not None and sequence.takes_whole_batches and sequence.axis is not None:
+            compare = partial(_compare_batches, sequence.axis, "sp")
+            boosted.register_forward_pre_hook(compare, with_kwargs=True)
         return Boosted(boosted, updating, criterion)
 
     def _refuse_unplanned(self, model: nn.Module, precision: Precision | None) -> None:
@@ -562,10 +565,12 @@ def _as_names(names: Names) -> Names:
     return names if isinstance(names, str) else tuple(map(_as_names, names))
 
 
-def _compare_batches(axis: Axis, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ConfigError if ranks along ``axis`` call a model with different inputs."""
+def _compare_batches(
+    axis: Axis, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise ConfigError if ranks along ``axis``, called ``name``, call a model with different inputs."""
     mine = torch.tensor([contents_of((args, kwargs))], dtype=torch.int64, device="cpu")
-    refuse_different([int(each) for each in axis.all_gather(mine)], "along tp")
+    refuse_different([int(each) for each in axis.all_gather(mine)], f"along {name}")
 
 
 def _forget_absent(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
