@@ -17,7 +17,7 @@ import copy
 import logging
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 TRAINER_STATE_NAME = "trainer_state.json"
-_OF_TORCH = ("sgd", "rmsprop", "adagrad")  # GeminiOptimizer drives the optimizers that the Trainer makes
+_IN_BACKWARD = ("lomo", "layerwise")  # in names of optimizers that update weights by hooks of gradients
 
 
 class GeminiTrainerMixin:
@@ -58,9 +58,10 @@ class GeminiTrainerMixin:
 
     The model is managed in place, unless it already is (:func:`gemini.from_pretrained`). Optimizer states are
     streamed to and from ``checkpoint-N/gemini``, with fp32 masters if there are any, so a resume is
-    bit-exact. ``adamw_torch`` and ``adamw_torch_fused`` are replaced by our AdamW; ``sgd``, ``rmsprop`` and
-    ``adagrad`` are torch's, on chunks. Models that the trainer only evaluates, such as DPO's reference,
-    become managed too, with their own budgets.
+    bit-exact. ``adamw_torch`` and ``adamw_torch_fused`` are replaced by our AdamW; other optimizers, of
+    ``optim=``, ``optimizers=`` or ``create_optimizer()``, run on chunks (:class:`gemini.GeminiOptimizer`).
+    Models that the trainer only evaluates, such as DPO's reference, become managed too, with their own
+    budgets.
     """
 
     model: Any
@@ -135,6 +136,7 @@ class GeminiTrainerMixin:
         if type(self.accelerator) is Accelerator:
             self.accelerator.__class__ = _TrainersAccelerator
             self.accelerator.manage_reference = self._manage_reference
+            self.accelerator.driven = self._driven
 
     def call_model_init(self, trial: Any = None) -> Any:
         """Make the model again, managed; the memory of an earlier one is freed."""
@@ -195,16 +197,33 @@ class GeminiTrainerMixin:
     def create_optimizer(self, *args: Any, **options: Any) -> Any:
         """Make the optimizer: the Trainer's groups, with our AdamW unless another optimizer was given or
         named.
+
+        Raises:
+            ConfigError: GeminiOptimizer cannot drive it.
         """
-        own = self._optimizer_options
-        if self.optimizer is None and self.optimizer_cls_and_kwargs is None and self._optim not in _OF_TORCH:
+        own, name = self._optimizer_options, self._optim
+        is_named = self.optimizer is None and self.optimizer_cls_and_kwargs is None
+        if is_named and name in _ADAMW:
             self.optimizer_cls_and_kwargs = (HybridAdam, self._adam_options())
             own = {name: value for name, value in own.items() if name not in _ADAM_OPTIONS}
+        elif is_named and any(word in name for word in _IN_BACKWARD):
+            raise ConfigError(
+                f"optim={name!r} updates weights while gradients are computed, which GeminiOptimizer does "
+                "itself; leave it out, and use gemini={'overlap': 'backward'}"
+            )
         super().create_optimizer(*args, **options)  # type: ignore[misc]
-        inner = unwrap_optimizer(self.optimizer)
-        if not isinstance(inner, GeminiOptimizer):
-            self.optimizer = GeminiOptimizer(inner, self.model, **own)
+        self.optimizer = self._driven(self.optimizer, own)
         return self.optimizer
+
+    def _driven(self, optimizer: Any, options: Mapping[str, Any] | None = None) -> Any:
+        """Return the GeminiOptimizer that drives ``optimizer``: it, or a new one. An optimizer of other
+        parameters than the model's stays as it is.
+        """
+        inner = unwrap_optimizer(optimizer)
+        params = (param for group in inner.param_groups for param in group["params"])
+        if isinstance(inner, GeminiOptimizer) or not any(hasattr(param, "_slot") for param in params):
+            return optimizer
+        return GeminiOptimizer(inner, self.model, **(self._optimizer_options if options is None else options))
 
     @property
     def _optim(self) -> str:
@@ -212,14 +231,7 @@ class GeminiTrainerMixin:
         return str(getattr(self.args.optim, "value", self.args.optim))
 
     def _adam_options(self) -> dict[str, Any]:
-        name = self._optim
-        if name not in _ADAMW:
-            raise ConfigError(
-                f"optim={name!r} names an optimizer that does not update chunks; leave it out for AdamW, "
-                f"give one of {', '.join(_OF_TORCH)}, or optimizers=(an optimizer that GeminiOptimizer "
-                "drives, such as gemini.Lion(...), None)"
-            )
-        logger.warning("optim=%r: gemini's AdamW updates the chunks, with the same rule", name)
+        logger.warning("optim=%r: gemini's AdamW updates the chunks, with the same rule", self._optim)
         given = {key: value for key, value in self._optimizer_options.items() if key in _ADAM_OPTIONS}
         return {
             "lr": self.args.learning_rate,
@@ -419,9 +431,14 @@ class GeminiTrainer(GeminiTrainerMixin, Trainer):  # type: ignore[misc, unused-i
 
 
 class _TrainersAccelerator(GeminiAccelerator):
-    """An accelerator that also manages the models that its trainer only evaluates."""
+    """An accelerator that also manages the models that its trainer only evaluates, and its optimizers."""
 
     manage_reference: Callable[[nn.Module], None]
+    driven: Callable[[Any], Any]
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Let an optimizer that a subclass of the trainer has made update chunks."""
+        return super().prepare_optimizer(self.driven(optimizer), device_placement)
 
     def prepare_model(
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -133,10 +133,29 @@ def test_a_default_that_is_replaced_is_said(tmp_path: Path, caplog: pytest.LogCa
     assert "gemini's AdamW" in caplog.text
 
 
-@pytest.mark.parametrize("optim", ["sgd", "rmsprop", "adagrad"])
-def test_optimizers_of_torch_that_are_named_update_chunks_with_their_numbers(
-    optim: str, tmp_path: Path
-) -> None:
+class OwnOptimizer:
+    """A trainer that makes its optimizer by itself."""
+
+    def create_optimizer(self, *_: Any) -> Any:
+        model: Any = self.model  # type: ignore[attr-defined]
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return self.optimizer
+
+
+def test_an_optimizer_that_a_subclass_makes_updates_chunks(tmp_path: Path) -> None:
+    trained = []
+    for kind, options in ((transformers.Trainer, {}), (GeminiTrainer, {"gemini": tight(str(tmp_path))})):
+        made = type("Own", (OwnOptimizer, kind), {})
+        run = arguments(tmp_path / kind.__name__)
+        trained.append(made(model=build(), args=run, train_dataset=Tokens(12), **options))
+        trained[-1].train()
+    want, got = trained
+    assert figures(got) == figures(want)
+    assert_same(got.model, want.model)
+
+
+@pytest.mark.parametrize("optim", ["sgd", "rmsprop", "adagrad", "adafactor"])
+def test_optimizers_that_are_named_update_chunks_with_their_numbers(optim: str, tmp_path: Path) -> None:
     want = transformers.Trainer(
         model=build(), args=arguments(tmp_path / "want", optim=optim), train_dataset=Tokens(12)
     )
@@ -147,7 +166,7 @@ def test_optimizers_of_torch_that_are_named_update_chunks_with_their_numbers(
 
 
 @pytest.mark.parametrize(
-    ("more", "message"), [({"optim": "adafactor"}, "adafactor"), ({"fp16": True}, "fp16")]
+    ("more", "message"), [({"optim": "lomo"}, "while gradients are computed"), ({"fp16": True}, "fp16")]
 )
 def test_what_cannot_be_done_is_refused(more: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
