@@ -119,11 +119,17 @@ def check_parameters(index: int, params: Iterable[Any], model: ManagedModel) -> 
     ``params`` may contain (name, parameter) pairs.
     """
     for tensor in map(bare, params):
-        if not is_managed(tensor, model):
+        if is_managed(tensor, model):
+            continue
+        held = f"group {index} of the optimizer holds a parameter of shape {tuple(tensor.shape)}"
+        if hasattr(tensor, "_slot"):
             raise ConfigError(
-                f"group {index} of the optimizer holds a parameter of shape {tuple(tensor.shape)} that "
-                "the model does not manage; build the optimizer from the wrapped model's parameters"
+                f"{held} of another managed model; give each model its own optimizer, or put both models "
+                "into one module (nn.ModuleDict) and manage that"
             )
+        raise ConfigError(
+            f"{held} that the model does not manage; build the optimizer from the wrapped model's parameters"
+        )
 
 
 def bare(param: Any) -> Any:

@@ -224,6 +224,9 @@ def test_a_group_of_parameters_that_the_model_does_not_manage_is_refused_and_cha
     for params in (other.parameters(), other.weight, list(other.named_parameters())):
         with pytest.raises(ConfigError, match=r"group 1 .*does not manage"):
             optimizer.add_param_group({"params": params})
+    another = r"\(8, 32\) of another managed model; give each model its own"
+    with GeminiDDP(other) as second, pytest.raises(ConfigError, match=another):
+        optimizer.add_param_group({"params": second.parameters()})
     assert [step(model, optimizer, seed) for seed in range(3)] == plain_losses(3)
 
 
