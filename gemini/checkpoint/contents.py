@@ -116,7 +116,7 @@ def require_own_names(model: ManagedModel) -> None:
     if others:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise CheckpointError(
-            f"{others[0]!r}{more} of the model's state are not the tensors that were wrapped, so "
+            f"the model's state has other tensors under {others[0]!r}{more} than those that were wrapped, so "
             "their chunks do not hold the values of the model: first call "
             "gemini.handle_of(model).adopt(), which manages new parameters and releases removed "
             "ones. To save only weights, use model.state_dict() or Booster.save_model"

@@ -194,7 +194,7 @@ def test_finetune_refuses_what_contradicts_the_plan_and_what_it_cannot_run(
 
 def test_blocks_to_recompute_are_named_without_a_plan(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tune(base, "run", "--recompute", "model.layers.9") == 2
-    assert "recompute names 'model.layers.9', and the model has no such block" in capsys.readouterr().err
+    assert "recompute names 'model.layers.9', but the model has no such block" in capsys.readouterr().err
     assert tune(base, "run", "--recompute", ",".join(BLOCKS), "--activation-checkpointing") == 2
     assert "give one of them" in capsys.readouterr().err
     assert tune(base, "run", "--recompute", ",".join(BLOCKS)) == 0

@@ -200,8 +200,8 @@ def test_what_cannot_be_cut_is_refused_by_name(tmp_path: Path) -> None:
         for make, reason in (
             (torch_optim.LBFGS, "as one vector"),
             (torch_optim.SparseAdam, "sparse"),
-            (lambda params: torch_optim.AdamW(params, fused=True), "leave fused out"),
-            (lambda params: torch_optim.SGD(params, fused=True), "leave fused out"),
+            (lambda params: torch_optim.AdamW(params, fused=True), "without fused; leave it out"),
+            (lambda params: torch_optim.SGD(params, fused=True), "without fused; leave it out"),
         ):
             with pytest.raises(ConfigError, match=reason):
                 GeminiOptimizer(make(net.parameters()), model)

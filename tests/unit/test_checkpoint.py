@@ -358,7 +358,7 @@ def test_what_took_the_name_of_a_parameter_is_neither_saved_nor_loaded(
     start().save(tmp_path / "run")
     run = start(seed=7).train(1)
     change(run.model.module)
-    refuses(run, tmp_path / "run", "wrapping")
+    refuses(run, tmp_path / "run", "wrapped")
     for save in (checkpoint.save, checkpoint.save_async):
         with pytest.raises(CheckpointError, match=r"'(down|norm|up|unused).*adopt\(\)"):
             save(tmp_path / "other", run.model, run.optimizer)
