@@ -27,6 +27,7 @@ import torch
 Program = Callable[[], int]
 _COUNTED = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "os.symlink", "os.link")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _TORCHRUN_SECONDS = 0.1  # how often it looks for ranks that have failed
 
 
@@ -81,9 +82,12 @@ class Process:
         sys.stdout.flush()
         sys.stderr.flush()
         self._started = time.monotonic()
+        # A signal that comes before the child can take it waits: it would raise in this process's own frames.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
         self.pid = os.fork()
         if self.pid == 0:
-            self._become(program)
+            self._become(program, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._pidfd = os.pidfd_open(self.pid)
 
     def wait(self, most_seconds: float) -> bool:
@@ -133,12 +137,18 @@ class Process:
 
     # -- in the process ------------------------------------------------------------------------------
 
-    def _become(self, program: Program) -> NoReturn:
-        """Give this process what a program of its own would have; run it, and never return."""
+    def _become(self, program: Program, mask: set[Any]) -> NoReturn:
+        """Give this process what a program of its own would have; run it, and never return. ``mask``: the
+        signals that the program blocks.
+        """
         code: object = 1
         try:
-            self._prepare()
-            code = program()
+            try:
+                self._prepare()
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                code = program()
+            finally:
+                signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
         except SystemExit as asked:
             code = asked.code or 0
         except KeyboardInterrupt:
@@ -148,6 +158,7 @@ class Process:
             sys.excepthook(*sys.exc_info())
         finally:
             with suppress(BaseException):
+                signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
                 threading._shutdown()  # type: ignore[attr-defined]
                 atexit._run_exitfuncs()
                 sys.stdout.flush()
