@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from gemini.errors import ConfigError
-
 
 def pretrained_in(model: nn.Module) -> dict[str, Any]:
     """Return the outermost PreTrainedModels in ``model`` (``model`` itself included), by name."""
@@ -18,22 +16,6 @@ def pretrained_in(model: nn.Module) -> dict[str, Any]:
             found[name] = module
             inside |= {id(part) for part in module.modules()}
     return found
-
-
-def find_pretrained(model: nn.Module) -> Any:
-    """Return the only model that :func:`pretrained_in` finds; None if it finds none.
-
-    Raises:
-        ConfigError: there are several.
-    """
-    found = pretrained_in(model)
-    if len(found) > 1:
-        raise ConfigError(
-            f"{type(model).__name__} has {len(found)} models of transformers ({', '.join(found)}), but a "
-            "batch can be cut for one model only; give whole batches to all ranks and cut the sequence at "
-            "the blocks (cut='blocks'), or set sp_size=1"
-        )
-    return next(iter(found.values()), None)
 
 
 def is_pretrained(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from gemini.errors import ConfigError
 from gemini.parallel.families import Family, Loss, Positions, family_of
 from gemini.parallel.sequence.attention import SequenceAttention
-from gemini.parallel.sequence.inner_models import Complete, complete_calls
+from gemini.parallel.sequence.inner_models import AT_BLOCKS, Complete, complete_calls
 from gemini.parallel.sequence.scores import Scoring
 
 _NUMBERS = itertools.count()
@@ -58,7 +58,7 @@ def _takes_router_loss(model: Any) -> str:
 
 def _refuse_parts_of_batches(name: str, family: Family) -> None:
     """Raise ConfigError if a model computes something from whole sequences outside of its blocks."""
-    way_out = "give whole batches to all ranks and cut the sequence at the blocks (cut='blocks')"
+    way_out = f"give whole batches to all ranks and {AT_BLOCKS}"
     if family.loss is Loss.WHOLE_SEQUENCE:
         raise ConfigError(
             f"{name} computes its loss from a whole sequence, but each rank has only a part; {way_out}"
@@ -248,8 +248,8 @@ def _complete(
         if given.get("attention_mask") is not None and family.has_windows:
             raise ConfigError(
                 "layers with sliding windows cannot tell apart several documents in one sequence "
-                "(position_ids that start again from 0); give whole batches to all ranks and cut the "
-                "sequence at the blocks (cut='blocks'), or put one document in a row"
+                "(position_ids that start again from 0); give whole batches to all ranks and "
+                f"{AT_BLOCKS}, or put one document in a row"
             )
     if attention.order.zigzag and given.get("attention_mask") is None:
         # Without a mask transformers would take the jump between two stretches for a document border.

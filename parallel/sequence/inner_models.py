@@ -12,25 +12,39 @@ from typing import Any, cast
 from torch import nn
 
 from gemini.errors import ConfigError
+from gemini.parallel.transformers_model import pretrained_in
 from gemini.system.subclassing import mix_in
 
 _MIXES_TOKENS = (nn.RNNBase, nn.Conv1d, nn.MultiheadAttention)
-_WAY_OUT = (
-    "give whole batches to all ranks and cut the sequence at the blocks (cut='blocks'), or leave sp_size at 1"
-)
+AT_BLOCKS = "cut the sequence at the blocks (cut='blocks', or sp_cut='blocks' of HybridParallelPlugin)"
+_WAY_OUT = f"give whole batches to all ranks and {AT_BLOCKS}, or leave sp_size at 1"
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Complete = Callable[[tuple[Any, ...], dict[str, Any]], Call]
 
 
-def has_own_wrapper(model: nn.Module, inner: nn.Module) -> bool:
-    """Return whether a module of the user's own is around ``inner``: its forward pass may compute anything
-    from whole sequences. PEFT's modules pass the arguments of ``inner`` on.
+def find_pretrained(model: nn.Module) -> Any:
+    """Return the only transformers model in ``model``; None if it has none.
+
+    Raises:
+        ConfigError: there are several.
     """
-    own = {id(part) for part in inner.modules()}
-    around = [module for module in model.modules() if any(id(part) in own for part in module.children())]
-    outside = [model, *(module for module in around if id(module) not in own)]
-    return model is not inner and not all(type(module).__module__.startswith("peft.") for module in outside)
+    found = pretrained_in(model)
+    if len(found) > 1:
+        raise ConfigError(
+            f"{type(model).__name__} has {len(found)} models of transformers ({', '.join(found)}), but a "
+            f"batch can be cut for one model only; {_WAY_OUT}"
+        )
+    return next(iter(found.values()), None)
+
+
+def has_own_wrapper(model: nn.Module, path: str) -> bool:
+    """Return whether a module of the user's own is around the inner model at ``path``: its forward pass may
+    compute anything from whole sequences. PEFT's modules pass the arguments of the inner model on.
+    """
+    names = path.split(".") if path else []
+    around = (model.get_submodule(".".join(names[:depth])) for depth in range(len(names)))
+    return not all(type(module).__module__.startswith("peft.") for module in around)
 
 
 def refuse_unfit_wrapper(model: nn.Module, inner: nn.Module, *, cuts_blocks: bool) -> None:
@@ -109,5 +123,5 @@ class _LossWatch:
                 f"{type(model).__name__} computes its own loss over the tokens of this rank only, from "
                 "labels that SequenceParallel.cut has already shifted; leave labels out of its call and "
                 "compute the loss from its logits with mean_loss, let the inner model compute the loss, or "
-                "cut the sequence at the blocks (cut='blocks')"
+                f"{AT_BLOCKS}"
             )

@@ -18,12 +18,14 @@ from gemini.parallel.sequence.batch import Batch, SequenceCut, cut_batch, filled
 from gemini.parallel.sequence.block_cut import cut_at_blocks, find_blocks
 from gemini.parallel.sequence.hugging_face import refuse_unfit, replace_attention
 from gemini.parallel.sequence.inner_models import (
+    AT_BLOCKS,
+    find_pretrained,
     has_own_wrapper,
     refuse_unfit_wrapper,
     require_loss_of,
 )
 from gemini.parallel.sequence.mean_loss import IGNORED, install_mean_loss, mean_loss
-from gemini.parallel.transformers_model import find_pretrained, is_pretrained, pretrained_in
+from gemini.parallel.transformers_model import is_pretrained, pretrained_in
 
 METHODS = ("ulysses", "ring")
 CUTS = ("batch", "blocks")
@@ -174,8 +176,8 @@ class SequenceParallel:
         if "labels" in found and self.lacks_shifted_labels:
             raise ConfigError(
                 f"{self.lacks_shifted_labels}.forward() does not take shift_labels, labels that were shifted "
-                "before they were cut; add the argument and pass it on, or cut the sequence at the blocks "
-                "(cut='blocks'), without stages"
+                "before they were cut; add the argument and pass it on, or, without stages, "
+                f"{AT_BLOCKS}"
             )
         if "labels" in found and self.shifts_labels:
             found["labels"] = found["shift_labels"] = shifted(found["labels"])
@@ -203,8 +205,9 @@ class SequenceParallel:
 
 def refuse_unfit_model(model: nn.Module, *, cuts_blocks: bool = False) -> None:
     """Raise ConfigError if ``model`` would treat parts of a sequence as whole sequences."""
-    found = _inner_models(model) if cuts_blocks else [find_pretrained(model) or model]
-    for inner in found:
+    if not cuts_blocks:
+        find_pretrained(model)  # raises if there are several
+    for inner in _inner_models(model):
         if is_pretrained(inner):
             refuse_unfit(inner, cuts_blocks=cuts_blocks)
             refuse_unfit_wrapper(model, inner, cuts_blocks=cuts_blocks)
@@ -228,11 +231,11 @@ def choose_cut(model: nn.Module, *, has_stages: bool) -> str:
     Raises:
         ConfigError: neither is possible.
     """
-    found = list(pretrained_in(model).values())
+    found = pretrained_in(model)
     if has_stages or not found:
         refuse_unfit_model(model)
         return "batch"
-    if len(found) == 1 and not has_own_wrapper(model, found[0]):
+    if len(found) == 1 and not has_own_wrapper(model, *found):
         with suppress(ConfigError):
             refuse_unfit_model(model)
             return "batch"

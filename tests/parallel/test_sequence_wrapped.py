@@ -235,42 +235,10 @@ def refusals() -> dict[str, str]:
     return said
 
 
-def different_batches() -> list[str]:
-    """Run a model that takes whole batches with one of its own on each rank."""
-    booster = Booster(plugin=HybridParallelPlugin(sp_size=2, zero_stage=1))
-    model = Twice(llama())
-    model, optimizer, *_ = booster.boost(model, CPUAdam(model.parameters()))
-    own = batch(dist.get_rank())
-    said = []
-    for call in (
-        lambda: model(**own),
-        lambda: booster.execute_pipeline(iter([own]), model, lambda output, _: output.loss, optimizer),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            call()
-        said.append(str(caught.value))
-    return said
-
-
-def test_ranks_that_run_whole_batches_must_have_the_same() -> None:
-    for directly, through_the_booster in run_on_ranks(different_batches, 2):
-        assert "along sp" in directly
-        assert "different" in through_the_booster
-
-
-def prefix_refusals() -> list[str]:
-    said = []
-    for axis in ("sp_size", "tp_size"):
-        with pytest.raises(ConfigError) as caught:
-            losses(prefixed, **{axis: 2})
-        said.append(str(caught.value))
-    return said
-
-
-def test_a_prefix_of_keys_is_refused() -> None:
-    for of_sequences, of_layers in run_on_ranks(prefix_refusals, 2):
-        assert "adds keys and values of its own to each attention" in of_sequences
-        assert "a rank has only its own heads" in of_layers
+def test_what_a_wrapper_would_compute_wrongly_from_parts_is_refused() -> None:
+    for said in run_on_ranks(refusals, 2):
+        for name, (_, wanted) in REFUSED.items():
+            assert wanted in said[name], (name, said[name])
 
 
 @pytest.mark.parametrize(
@@ -285,10 +253,38 @@ def test_places_that_cannot_be_cut_at_are_refused(options: dict[str, Any], said:
         HybridParallelPlugin(sp_size=2, **options)
 
 
-def test_what_a_wrapper_would_compute_wrongly_from_parts_is_refused() -> None:
-    for said in run_on_ranks(refusals, 2):
-        for name, (_, wanted) in REFUSED.items():
-            assert wanted in said[name], (name, said[name])
+def refused(call: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    return str(caught.value)
+
+
+def different_batches() -> tuple[str, str]:
+    """Run a model that takes whole batches with another batch on each rank."""
+    booster = Booster(plugin=HybridParallelPlugin(sp_size=2, zero_stage=1))
+    model = Twice(llama())
+    model, optimizer, *_ = booster.boost(model, CPUAdam(model.parameters()))
+    own, criterion = batch(dist.get_rank()), lambda output, _: output.loss
+    return (
+        refused(lambda: model(**own)),
+        refused(lambda: booster.execute_pipeline(iter([own]), model, criterion, optimizer)),
+    )
+
+
+def test_ranks_that_run_whole_batches_must_have_the_same() -> None:
+    for directly, through_the_booster in run_on_ranks(different_batches, 2):
+        assert "along sp" in directly
+        assert "different" in through_the_booster
+
+
+def prefix_refusals() -> tuple[str, str]:
+    return refused(lambda: losses(prefixed, sp_size=2)), refused(lambda: losses(prefixed, tp_size=2))
+
+
+def test_a_prefix_of_keys_is_refused() -> None:
+    for of_sequences, of_layers in run_on_ranks(prefix_refusals, 2):
+        assert "adds keys and values of its own to each attention" in of_sequences
+        assert "a rank has only its own heads" in of_layers
 
 
 def signature_of_a_part() -> tuple[str, str]:
