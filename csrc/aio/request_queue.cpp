@@ -5,6 +5,7 @@
 
 #include "common/bytes.h"
 #include "common/error.h"
+#include "common/size_text.h"
 
 namespace gemini {
 namespace {
@@ -98,10 +99,10 @@ bool RequestQueue::settle(IoPiece& piece, int64_t result) {
 }
 
 void RequestQueue::fail(const IoPiece& piece, int code, const std::string& why) {
-  const std::string left = std::to_string(piece.nbytes - piece.done_bytes);
+  const std::string left = format_bytes(piece.nbytes - piece.done_bytes);
   const char* const doing = piece.is_write() ? "cannot write " : "cannot read ";
   finish(piece, std::make_exception_ptr(IoError(code, path_, piece.position + piece.done_bytes,
-                                                why + doing + left + " bytes of")));
+                                                why + doing + left + " of")));
 }
 
 void RequestQueue::finish(const IoPiece& piece, const std::exception_ptr& error) {

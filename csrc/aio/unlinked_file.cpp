@@ -15,6 +15,7 @@
 
 #include "common/bytes.h"
 #include "common/error.h"
+#include "common/size_text.h"
 
 namespace gemini {
 namespace {
@@ -145,7 +146,7 @@ UnlinkedFile::UnlinkedFile(const std::string& dir, int64_t nbytes, bool direct, 
     // Before O_DIRECT is set: if space is reserved by writing, those writes are not aligned.
     const int code = set_size(fd_, size_, reserve, hook);
     if (code != 0) {
-      throw IoError(code, path_, 0, "cannot reserve " + std::to_string(size_) + " bytes of");
+      throw IoError(code, path_, 0, "cannot reserve " + format_bytes(size_) + " of");
     }
     direct_ = direct && enable_direct(fd_);
     if (!reserve) can_discard_ = punch(fd_, 0, kPageBytes) == 0;  // enable_direct()'s page too

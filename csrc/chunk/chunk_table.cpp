@@ -88,7 +88,7 @@ void ChunkTable::found_on_disk(std::span<const TensorId> tensors) {
     nbytes += chunks_[id].nbytes;
   }
   if (nbytes > ledger().free_bytes(Tier::kDisk)) {
-    throw OutOfBudget(std::to_string(nbytes) + " bytes do not fit DISK");
+    throw ledger().does_not_fit(Tier::kDisk, nbytes);
   }
   for (const ChunkId id : wanted_) static_cast<void>(chunks_.allocate(id, Tier::kDisk));
   for (const TensorId tensor : tensors) {

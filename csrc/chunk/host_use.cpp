@@ -7,6 +7,7 @@
 
 #include "chunk/room.h"
 #include "common/error.h"
+#include "common/size_text.h"
 
 namespace gemini {
 
@@ -51,8 +52,7 @@ Actions admit_on_host(Residency& chunks, const Policy& policy, std::span<const C
   const bool may_wait = !chunks.in_flight().empty();
   if (need > chunks.ledger().free_bytes(Tier::kHost) && !may_wait) {
     chunks.undo(actions, 0);
-    throw not_on_host(
-        chunks, std::to_string(need) + " bytes of them have no room there; raise " + "host_bytes");
+    throw not_on_host(chunks, format_bytes(need) + " of them have no room there; raise host_bytes");
   }
   for (const ChunkId id : wanted) {
     const Chunk& chunk = chunks[id];

@@ -9,6 +9,7 @@
 
 #include "chunk/state.h"
 #include "common/error.h"
+#include "common/size_text.h"
 
 namespace gemini {
 
@@ -62,15 +63,18 @@ class TierLedger {
 
   // Takes bytes; throws OutOfBudget, with nothing changed, if they do not fit.
   [[nodiscard]] Reservation reserve(Tier tier, int64_t nbytes) {
-    if (nbytes > free_bytes(tier)) {
-      throw OutOfBudget(std::to_string(nbytes) + " bytes do not fit " + name(tier) + ": " +
-                        std::to_string(usage(tier)) + " of " + std::to_string(budget(tier)) +
-                        " bytes are in use");
-    }
+    if (nbytes > free_bytes(tier)) throw does_not_fit(tier, nbytes);
     int64_t& used = usage_[index(tier)];
     used += nbytes;
     peaks_[index(tier)] = std::max(peaks_[index(tier)], used);
     return {*this, tier, nbytes};
+  }
+
+  [[nodiscard]] OutOfBudget does_not_fit(Tier tier, int64_t nbytes) const {
+    return OutOfBudget(format_bytes(nbytes) + " do not fit " + name(tier) + ": " +
+                       format_bytes(usage(tier)) + " of " + format_bytes(budget(tier)) +
+                       " are in use; raise " + budget_option(tier) + " to at least " +
+                       format_enough(usage(tier) + nbytes));
   }
 
   void raise_budget(Tier tier, int64_t nbytes) { budgets_[index(tier)] += nbytes; }

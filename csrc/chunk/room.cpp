@@ -7,6 +7,7 @@
 #include <variant>
 
 #include "common/error.h"
+#include "common/size_text.h"
 
 namespace gemini {
 
@@ -99,11 +100,13 @@ OutOfBudget operator_too_large(const Residency& chunks, std::span<const ChunkId>
   int64_t largest = 0;
   for (const ChunkId id : wanted) largest = std::max(largest, chunks[id].nbytes);
   const TierLedger& ledger = chunks.ledger();
-  return OutOfBudget(
-      "this operator needs " + std::to_string(chunks.pinned_bytes(Tier::kDevice)) +
-      " bytes on DEVICE at once but the budget is " + std::to_string(ledger.budget(Tier::kDevice)) +
-      "; raise device_bytes or use smaller chunks (largest chunk here: " + std::to_string(largest) +
-      " bytes; " + usage_text(ledger) + ")");
+  const int64_t need = chunks.pinned_bytes(Tier::kDevice);
+  return OutOfBudget("this operator needs " + format_bytes(need) +
+                     " on DEVICE at once but the budget is " +
+                     format_bytes(ledger.budget(Tier::kDevice)) +
+                     "; raise device_bytes to at least " + format_enough(need) +
+                     ", or use smaller chunks (largest chunk here: " + format_bytes(largest) +
+                     "; " + usage_text(ledger) + ")");
 }
 
 OutOfBudget nowhere_to_go(const Residency& chunks, int64_t need) {
@@ -111,10 +114,10 @@ OutOfBudget nowhere_to_go(const Residency& chunks, int64_t need) {
   const auto how_full = [&](Tier tier) {
     return std::string(name(tier)) + (ledger.budget(tier) == 0 ? " is absent" : " is full");
   };
-  return OutOfBudget("this operator needs " + std::to_string(need) + " more bytes on DEVICE (" +
-                     std::to_string(chunks.pinned_bytes(Tier::kDevice)) +
-                     " bytes at once) but other chunks cannot leave it: " + how_full(Tier::kHost) +
-                     ", " + how_full(Tier::kDisk) +
+  return OutOfBudget("this operator needs " + format_bytes(need) + " more on DEVICE (" +
+                     format_bytes(chunks.pinned_bytes(Tier::kDevice)) +
+                     " at once) but other chunks cannot leave it: " + how_full(Tier::kHost) + ", " +
+                     how_full(Tier::kDisk) +
                      "; raise device_bytes or host_bytes, or set disk_dir and disk_bytes (" +
                      usage_text(ledger) + ")");
 }
@@ -147,8 +150,8 @@ std::optional<ChunkId> next_host_duplicate(const Residency& chunks, const Policy
 std::string usage_text(const TierLedger& ledger) {
   std::string text = "in use:";
   for (const Tier tier : kTiers) {
-    text += std::string(" ") + name(tier) + " " + std::to_string(ledger.usage(tier)) + " of " +
-            std::to_string(ledger.budget(tier)) + (tier == kTiers.back() ? "" : ",");
+    text += std::string(" ") + name(tier) + " " + format_bytes(ledger.usage(tier)) + " of " +
+            format_bytes(ledger.budget(tier)) + (tier == kTiers.back() ? "" : ",");
   }
   return text;
 }

@@ -78,6 +78,12 @@ class TierSet {
   return kNames[static_cast<size_t>(tier)];
 }
 
+// The user's option for the tier's budget.
+[[nodiscard]] constexpr const char* budget_option(Tier tier) {
+  constexpr std::array kOptions{"device_bytes", "host_bytes", "disk_bytes"};
+  return kOptions[static_cast<size_t>(tier)];
+}
+
 [[nodiscard]] constexpr const char* name(TensorState state) {
   constexpr std::array kNames{"FREE", "HOLD", "COMPUTE"};
   return kNames[static_cast<size_t>(state)];

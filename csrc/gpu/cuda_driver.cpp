@@ -6,6 +6,7 @@
 #include <string>
 
 #include "common/error.h"
+#include "common/size_text.h"
 #include "gpu/cuda_abi.h"
 
 namespace gemini {
@@ -103,8 +104,8 @@ class CudaDriver : public GpuDriver {
     Handle handle = 0;
     const Result result = calls().create(&handle, static_cast<size_t>(nbytes), &properties_, 0);
     if (result == kOutOfMemory) {
-      throw OutOfBudget("the GPU has no " + std::to_string(nbytes) +
-                        " bytes left; lower device_bytes, or end what else uses this GPU");
+      throw OutOfBudget("the GPU has no " + format_bytes(nbytes) +
+                        " left; lower device_bytes, or end other programs on this GPU");
     }
     check(result, "allocate memory");
     return handle;

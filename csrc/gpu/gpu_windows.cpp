@@ -7,6 +7,7 @@
 #include "common/bytes.h"
 #include "common/debug.h"
 #include "common/error.h"
+#include "common/size_text.h"
 
 namespace gemini {
 namespace {
@@ -177,9 +178,9 @@ GpuWindow* GpuSpace::create(int64_t nbytes, Addresses addresses) {
   }
   const int64_t span_bytes = round_up(nbytes, lanes_->driver().granularity());
   if (span_bytes > reserved_bytes_ - used_bytes_) {
-    throw OutOfBudget("a window of " + std::to_string(nbytes) + " bytes does not fit: " +
-                      std::to_string(used_bytes_) + " of " + std::to_string(reserved_bytes_) +
-                      " reserved bytes are used; make the window space larger");
+    throw OutOfBudget("a window of " + format_bytes(nbytes) + " does not fit: " +
+                      format_bytes(used_bytes_) + " of " + format_bytes(reserved_bytes_) +
+                      " reserved addresses are used; make the window space larger");
   }
   const GpuAddress address = begin_ + static_cast<uint64_t>(used_bytes_);
   auto frame = std::make_unique<GpuFrame>(address, span_bytes, addresses, poison_);
@@ -226,9 +227,9 @@ void GpuArena::map_incoming(GpuWindow& window) {
   if (window.mapped()) throw StateError("the window is mapped already");
   const int64_t nbytes = window.span_bytes();
   if (nbytes > capacity() - mapped_bytes_) {
-    throw OutOfBudget("a window of " + std::to_string(nbytes) + " bytes does not fit: " +
-                      std::to_string(mapped_bytes_) + " of " + std::to_string(capacity()) +
-                      " bytes are mapped; unmap other windows or raise the budget");
+    throw OutOfBudget("a window of " + format_bytes(nbytes) + " does not fit DEVICE: " +
+                      format_bytes(mapped_bytes_) + " of " + format_bytes(capacity()) +
+                      " are mapped; unmap other windows, or raise device_bytes");
   }
   if (window.floats()) move_to_parked(window);
   Blocks blocks(static_cast<size_t>(nbytes / block_bytes(window)));

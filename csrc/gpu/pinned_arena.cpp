@@ -8,6 +8,7 @@
 #include "common/bytes.h"
 #include "common/error.h"
 #include "common/processors.h"
+#include "common/size_text.h"
 #include "transfer/pages.h"
 
 namespace gemini {
@@ -23,8 +24,8 @@ char* host_memory(int64_t nbytes) {
     return memory;
   } catch (const Error& error) {
     if (memory != nullptr) pages::discard(memory, nbytes);
-    throw OutOfBudget("the system has no " + std::to_string(nbytes) +
-                      " bytes of host memory left (" + error.what() + "); lower host_bytes");
+    throw OutOfBudget("the system cannot give " + format_bytes(nbytes) + " for HOST (" +
+                      error.what() + "); lower host_bytes, or end other programs");
   }
 }
 
@@ -89,9 +90,9 @@ void PinnedArena::map(HostPlace& place, Content content) {
   if (place.mapped()) throw StateError("the place is mapped already");
   const int64_t nbytes = place.span_bytes();
   if (nbytes > capacity() - mapped_bytes_) {
-    throw OutOfBudget("a place of " + std::to_string(nbytes) + " bytes does not fit: " +
-                      std::to_string(mapped_bytes_) + " of " + std::to_string(capacity()) +
-                      " bytes are mapped; unmap others or raise the budget");
+    throw OutOfBudget("a place of " + format_bytes(nbytes) + " does not fit HOST: " +
+                      format_bytes(mapped_bytes_) + " of " + format_bytes(capacity()) +
+                      " are mapped; unmap other places, or raise host_bytes");
   }
   const auto found = std::find_if(parked_.begin(), parked_.end(),
                                   [&](const auto& block) { return block->nbytes() == nbytes; });

@@ -18,6 +18,7 @@
 #include "common/bytes.h"
 #include "common/error.h"
 #include "common/mutex.h"
+#include "common/size_text.h"
 #include "common/unique_fd.h"
 #include "common/worker_thread.h"
 
@@ -216,7 +217,8 @@ GpuDriver::Block SimulatedGpu::create_block(int64_t nbytes) {
   const auto hole = std::find_if(holes.begin(), holes.end(),
                                  [&](const auto& each) { return each.second >= nbytes; });
   if (hole == holes.end()) {
-    throw OutOfBudget("the simulated GPU has no " + std::to_string(nbytes) + " bytes left");
+    throw OutOfBudget("the simulated GPU has no " + format_bytes(nbytes) +
+                      " left; lower device_bytes");
   }
   const auto [offset, size] = *hole;
   holes.erase(hole);

@@ -8,6 +8,7 @@
 #include "common/bytes.h"
 #include "common/debug.h"
 #include "common/error.h"
+#include "common/size_text.h"
 
 namespace gemini {
 namespace {
@@ -44,9 +45,9 @@ void Arena::map(Window& window, Content content) {
   if (window.mapped()) throw StateError("the window is mapped already");
   const int64_t nbytes = window.span_bytes();
   if (nbytes > capacity() - mapped_bytes()) {
-    throw OutOfBudget("a window of " + std::to_string(nbytes) + " bytes does not fit: " +
-                      std::to_string(mapped_bytes()) + " of " + std::to_string(capacity()) +
-                      " bytes are mapped; unmap other windows or raise the budget");
+    throw OutOfBudget("a window of " + format_bytes(nbytes) + " does not fit: " +
+                      format_bytes(mapped_bytes()) + " of " + format_bytes(capacity()) +
+                      " are mapped; unmap other windows, or raise the budget");
   }
   std::vector<Piece> pieces = parked_.take(nbytes);
   if (content == Content::kZeros) {

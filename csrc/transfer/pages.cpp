@@ -8,6 +8,7 @@
 
 #include "common/bytes.h"
 #include "common/error.h"
+#include "common/size_text.h"
 
 #if defined(__linux__) && !defined(MREMAP_DONTUNMAP)
 #define MREMAP_DONTUNMAP 4  // Linux 5.7; older kernels return EINVAL, which counts as a refusal
@@ -19,7 +20,7 @@ namespace {
 constexpr int kReserved = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
 [[noreturn]] void fail(const char* doing, int64_t nbytes, int code) {
-  throw Error(std::string(doing) + " " + std::to_string(nbytes) + " bytes: " + std::strerror(code) +
+  throw Error(std::string(doing) + " " + format_bytes(nbytes) + ": " + std::strerror(code) +
               " (errno " + std::to_string(code) + ")" +
               (code == ENOMEM ? "; see vm.max_map_count, vm.overcommit_memory and ulimit -v" : ""));
 }

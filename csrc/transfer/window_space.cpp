@@ -10,6 +10,7 @@
 
 #include "common/bytes.h"
 #include "common/error.h"
+#include "common/size_text.h"
 #include "transfer/pages.h"
 
 namespace gemini {
@@ -62,9 +63,9 @@ Window* WindowSpace::create(int64_t nbytes, Begin begin) {
   const int64_t alignment = huge ? kHugePageBytes : kPageBytes;
   const int64_t start = round_up(used_bytes_, alignment);
   if (nbytes > reserved_bytes_ - start) {
-    throw OutOfBudget("a window of " + std::to_string(nbytes) + " bytes does not fit: " +
-                      std::to_string(used_bytes_) + " of " + std::to_string(reserved_bytes_) +
-                      " reserved bytes are used; make the window space larger");
+    throw OutOfBudget("a window of " + format_bytes(nbytes) + " does not fit: " +
+                      format_bytes(used_bytes_) + " of " + format_bytes(reserved_bytes_) +
+                      " reserved addresses are used; make the window space larger");
   }
   const int64_t span_bytes = round_up(nbytes, kPageBytes);
   windows_.push_back(

@@ -141,7 +141,7 @@ TEST_P(AsyncFileFaults, ErrorAtEveryRequest) {
     const IoError error = io_error_of(run);
     ASSERT_EQ(error.code(), code);
     ASSERT_EQ(error.offset(), failed_position.load());
-    ASSERT_NE(std::string(error.what()).find("16384 bytes"), std::string::npos) << error.what();
+    ASSERT_NE(std::string(error.what()).find(" 16.0 KiB of "), std::string::npos) << error.what();
     run();
     ASSERT_TRUE(read == written);
   }

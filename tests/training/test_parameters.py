@@ -28,7 +28,7 @@ from gemini import ConfigError, CPUAdam, GeminiAdamOptimizer, GeminiDDP, OutOfBu
 
 
 def build() -> Around:
-    """Return a model whose core weight is not square."""
+    """Return a model with a core weight that is not square."""
     return Around(nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 32)))
 
 
@@ -272,7 +272,7 @@ def test_clipping_all_gradients_in_one_operator_that_cannot_fit_says_so(tmp_path
     _, model = _after_backward(tmp_path, device_bytes=20 * KIB)
     with model:
         with pytest.raises(
-            OutOfBudgetError, match=r"needs [0-9]+ bytes on DEVICE at once but the budget is 20480"
+            OutOfBudgetError, match=r"needs [0-9.]+ KiB on DEVICE at once but the budget is 20.0 KiB"
         ):
             nn.utils.clip_grad_norm_(list(model.parameters()), 0.01, foreach=True)
         assert_within_budgets(model.stats())

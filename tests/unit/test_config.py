@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini.errors import ConfigError
+from gemini import _C
+from gemini.errors import ConfigError, OutOfBudgetError
 from gemini.system.config import format_bytes, format_enough, parse_bytes
 
 
@@ -90,6 +91,22 @@ def test_a_shown_size_reads_back_within_the_shown_digit(nbytes: int) -> None:
     back = parse_bytes(format_bytes(nbytes))
     assert back is not None
     assert abs(back - nbytes) <= 0.05 * 1024 * max(nbytes, 1) / 1000
+
+
+@pytest.mark.parametrize("power", [10, 20, 30, 40, 50, 60])
+@given(st.data())
+def test_the_core_writes_a_size_like_python(power: int, data: st.DataObject) -> None:
+    """The sizes are near a change of unit or digit, or anywhere in between. DEVICE has one byte less."""
+    hundredths = data.draw(st.integers(100, 102400))
+    near = st.integers(-2, 2).map(lambda distance: 2**power * hundredths // 100 + distance)
+    nbytes = data.draw(st.one_of(st.integers(2, 2**power), near.filter(lambda size: size < 2**62)))
+    table = _C.ChunkTable(nbytes - 1, 0, 0)
+    tensor = table.add_tensor(table.add_chunk(nbytes))
+    with pytest.raises(OutOfBudgetError) as refused:
+        table.access([tensor])
+    start = f"this operator needs {format_bytes(nbytes)} on DEVICE at once but the budget is "
+    asked = f"{format_bytes(nbytes - 1)}; raise device_bytes to at least {format_enough(nbytes)}, "
+    assert str(refused.value).startswith(start + asked)
 
 
 @given(st.integers(0, 2**50))
