@@ -26,7 +26,7 @@ from gemini.parallel.pipeline.orders import ranks_of_stages
 from gemini.parallel.plan_report import differences, explanation
 from gemini.parallel.sequence.parallelize import METHODS
 from gemini.runtime.activation.block_groups import Names, flat_names
-from gemini.system.config import parse_bytes
+from gemini.system.config import format_bytes, parse_bytes
 from gemini.system.durable import write_text
 from gemini.system.files import KEY, Format, read_regular
 from gemini.system.parsing import SyntaxProblem, parse_json_input
@@ -241,7 +241,9 @@ class ParallelPlan(_Checked):
         """Write the file that :meth:`load` reads. Raises IoError; ConfigError for a plan too large for it."""
         text = json.dumps({KEY: str(FORMAT), **self.to_json()}, indent=2) + "\n"
         if len(text) > _MAX_BYTES:
-            raise ConfigError(f"the plan takes {len(text)} bytes, but a plan file has at most {_MAX_BYTES}")
+            raise ConfigError(
+                f"the plan takes {len(text):,} bytes, but a plan file has at most {format_bytes(_MAX_BYTES)}"
+            )
         write_text(Path(path), text, "write the plan")
 
     @classmethod

@@ -42,7 +42,7 @@ from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.runtime.gate.gradients import StatePiece
 from gemini.runtime.storage.model_storage import ManagedSlot
 from gemini.system import rng
-from gemini.system.config import parse_bytes
+from gemini.system.config import format_enough, parse_bytes
 from gemini.system.threads import start_thread
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,9 @@ def save_async(
     refuse_shared_directory(model, directory)
     num_buffers = (parse_bytes(staging_bytes, name="staging_bytes") or 0) // BUFFER_BYTES
     if num_buffers < 1:
-        raise ConfigError(f"staging_bytes is {staging_bytes!r}; it must be at least {BUFFER_BYTES} bytes")
+        raise ConfigError(
+            f"staging_bytes is {staging_bytes!r}; it must be at least {format_enough(BUFFER_BYTES)}"
+        )
     shard = checked_shard_bytes(shard_bytes)
     rank = model.rank_of_parts(aside=True)
     manifest = prepare(rank, model, optimizer, scheduler, extra)

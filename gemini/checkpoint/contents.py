@@ -407,7 +407,7 @@ def check_objects(objects: Mapping[str, Any], manifest: Mapping[str, Any]) -> No
 def table(value: Any) -> dict[str, Any]:
     """Return ``value`` if it is a dict with text keys. Raises ValueError."""
     if not isinstance(value, dict):
-        raise ValueError(f"{value!r:.200} stands where names belong")
+        raise ValueError(f"expected names, found {value!r:.200}")
     for name in value:
         if not isinstance(name, str) or not is_text(name):
             raise ValueError(f"{name!r:.200} is no name")
@@ -422,7 +422,7 @@ def is_text(name: str) -> bool:
 def whole_number(value: Any, least: int = 0) -> int:
     """Return ``value`` if it is an int from ``least`` to 2**63 - 1. Raises ValueError."""
     if type(value) is not int or not least <= value < 2**63:
-        raise ValueError(f"{value!r:.200} stands where a number belongs")
+        raise ValueError(f"expected a number, found {value!r:.200}")
     return value
 
 
@@ -464,7 +464,7 @@ def _check_loss_scale(value: Any) -> None:
 
 def _shape(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > _MAX_DIMS:
-        raise ValueError(f"{value!r:.200} stands where a shape belongs")
+        raise ValueError(f"expected a shape, found {value!r:.200}")
     whole_number(math.prod(whole_number(size) for size in value))
     return tuple(value)
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from gemini.errors import CheckpointError, in_words
+from gemini.system.config import format_bytes
 
 _TYPE = "type"
 _MAX_TENSOR_BYTES = 2**24  # larger ones belong in a buffer, which is saved as a tensor
@@ -48,7 +49,7 @@ def encode(value: object, where: str) -> Any:
     raise CheckpointError(
         f"{where} holds a {type(value).__name__}, which a checkpoint cannot keep; it keeps numbers, text, "
         f"None, lists, "
-        f"tuples, dicts and tensors of at most {_MAX_TENSOR_BYTES} bytes"
+        f"tuples, dicts and tensors of at most {format_bytes(_MAX_TENSOR_BYTES)}"
     )
 
 

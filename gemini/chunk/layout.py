@@ -29,6 +29,7 @@ from torch.nn.parameter import is_lazy
 from gemini.chunk.chunk import BLOCK_NUMEL
 from gemini.comm.peers import CUT_NUMEL
 from gemini.errors import ConfigError
+from gemini.system.config import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -412,7 +413,7 @@ def _bounds(
     if max_chunk_bytes is not None and max_chunk_bytes < CHUNK_ALIGN_BYTES:
         raise ConfigError(
             f"a chunk may have at most {max_chunk_bytes:,} bytes, but the smallest chunk has "
-            f"{CHUNK_ALIGN_BYTES:,} bytes; raise device_bytes"
+            f"{format_bytes(CHUNK_ALIGN_BYTES)}; raise device_bytes"
         )
     page_numel = page_elements(itemsize)
     smallest = round_up(int(min_chunk_size_mb * _MEGA) // itemsize, page_numel)

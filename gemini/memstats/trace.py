@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gemini.errors import CheckpointError, ConfigError, in_words
+from gemini.system.config import format_bytes
 from gemini.system.durable import write_text
 from gemini.system.files import KEY, Format, parse_json, read_regular
 from gemini.system.input_files import why_unread
@@ -225,12 +226,14 @@ class Trace:
             )
         for chunk, (nbytes, kind) in enumerate(zip(self.chunk_bytes, self.chunk_kinds, strict=True)):
             if not 0 < nbytes < _TOO_MANY_BYTES:
-                raise ConfigError(f"chunk_bytes: chunk {chunk} has {nbytes} bytes; it must have some")
+                raise ConfigError(
+                    f"chunk_bytes: chunk {chunk} has {nbytes:,} bytes; it must have 1 byte or more"
+                )
             if kind not in CHUNK_KINDS:
                 raise ConfigError(f"chunk_kinds: chunk {chunk} is of no known kind: {kind!r}")
 
         if sum(self.chunk_bytes) >= _TOO_MANY_BYTES:
-            raise ConfigError(f"chunk_bytes: all chunks together have {sum(self.chunk_bytes)} bytes")
+            raise ConfigError(f"chunk_bytes: all chunks together have {format_bytes(sum(self.chunk_bytes))}")
 
     def _check_moments(self) -> None:
         counts = {name: len(getattr(self, name)) for name in _PER_MOMENT}
@@ -283,29 +286,29 @@ def _check_each_once(field: str, names: Iterable[str]) -> None:
 
 def _each(read: Callable[[Any], _T], values: object) -> tuple[_T, ...]:
     if not isinstance(values, list | tuple):
-        raise TypeError(f"{values!r} stands where a list belongs")
+        raise TypeError(f"expected a list, found {values!r}")
     return tuple(read(value) for value in values)
 
 
 def _int(value: object) -> int:
     if type(value) is not int:  # a bool is an int to isinstance
-        raise TypeError(f"{value!r} stands where an integer belongs")
+        raise TypeError(f"expected an integer, found {value!r}")
     return value
 
 
 def _float(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r} stands where a number belongs")
+        raise TypeError(f"expected a number, found {value!r}")
     return float(value)
 
 
 def _str(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} stands where a text belongs")
+        raise TypeError(f"expected a string, found {value!r}")
     return value
 
 
 def _link(value: object) -> LinkSpeed:
     if not isinstance(value, dict):
-        raise TypeError(f"{value!r} stands where a link belongs")
+        raise TypeError(f"expected an object for a link, found {value!r}")
     return LinkSpeed(_str(value["name"]), _float(value["bytes_per_second"]), _float(value["latency_seconds"]))

@@ -365,8 +365,8 @@ def _check_owns_storage(tensor: torch.Tensor) -> None:
     used = tensor.numel() * tensor.element_size()
     if storage.nbytes() != used or tensor.storage_offset() != 0:
         raise ConfigError(
-            f"{what} uses {used} bytes of a storage of {storage.nbytes()} bytes; give a tensor that uses its "
-            "whole storage"
+            f"{what} has {used:,} bytes and its storage {storage.nbytes():,}; give a tensor that "
+            "uses its whole storage"
         )
     if not storage.resizable():
         raise ConfigError(f"{what} shares memory with its source (numpy, a file); clone it first")

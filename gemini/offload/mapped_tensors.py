@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 
 from gemini.errors import IoError, StateError
+from gemini.system.config import format_bytes
 
 _ALIGN = 64
 _PART_BYTES = 4 * 2**20  # bytes in memory while a tensor is being copied
@@ -57,7 +58,7 @@ class MappedTensors:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise _io_error(error, f"cannot export tensors of {size} bytes", directory) from error
+            raise _io_error(error, f"cannot export tensors of {format_bytes(size)}", directory) from error
         self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
         self._offset = 0
         self._written = 0  # offset up to which pages were written back
@@ -110,10 +111,8 @@ class MappedTensors:
             try:
                 self._map.flush(self._written, stop - self._written)
             except OSError as error:
-                nbytes = stop - self._written
-                raise _io_error(
-                    error, f"cannot write {nbytes} exported bytes", self._directory, self._written
-                ) from error
+                doing = f"cannot write {format_bytes(stop - self._written)} of exported tensors"
+                raise _io_error(error, doing, self._directory, self._written) from error
             self._written = stop
 
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from gemini.errors import ConfigError
 from gemini.memstats.trace import LINKS, LinkSpeed, Trace
+from gemini.system.config import format_bytes
 
 _OPTIMIZER = "optimizer"
 
@@ -136,7 +137,9 @@ class Machine:
         ):
             missing = [name for name in names if name not in known]
             if nbytes and missing:
-                raise ConfigError(f"{tier} has {nbytes} bytes but the speed of {missing[0]} is unknown")
+                raise ConfigError(
+                    f"{tier} has {format_bytes(nbytes)} but the speed of {missing[0]} is unknown"
+                )
 
     @property
     def budgets(self) -> tuple[int, int, int]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gemini.errors import IoError, printable
+from gemini.system.config import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,8 @@ def open_regular(path: Path, flags: int = 0) -> int:
     """Open a regular file for reading and return the descriptor; ``flags``: further flags of ``os.open``.
     With ``os.O_NOFOLLOW`` a link is refused.
 
-    Raises OSError, also if it is not a regular file: a FIFO would block its reader forever, and opening a
-    device may have effects.
+    Raises OSError, also if it is not a regular file: a FIFO would block its reader indefinitely, and opening
+    a device may have effects.
     """
     _require_regular(path.stat(follow_symlinks=not flags & os.O_NOFOLLOW), path)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
@@ -61,7 +62,9 @@ def read_regular(path: Path, max_bytes: int, flags: int = 0) -> bytes:
     try:
         size = os.fstat(descriptor).st_size
         if size > max_bytes:
-            raise OSError(errno.EFBIG, f"it has {size} bytes, more than {max_bytes}", str(path))
+            raise OSError(
+                errno.EFBIG, f"it has {size:,} bytes, more than {format_bytes(max_bytes)}", str(path)
+            )
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             return file.read(size)
     finally:

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from gemini.errors import GeminiError, InputError, in_words, printable
+from gemini.system.config import format_bytes
 from gemini.system.files import open_regular, read_regular
 from gemini.system.parsing import SyntaxProblem, parse_json_input, parse_toml, parse_yaml
 
@@ -173,7 +174,7 @@ class InputDirectory:
             size = os.fstat(descriptor).st_size
             os.close(descriptor)
             if max_bytes is not None and size > max_bytes:
-                raise OSError(errno.EFBIG, f"it has {size} bytes, more than {max_bytes}")
+                raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {format_bytes(max_bytes)}")
         except OSError as error:
             way_out = _AS_OWNER if isinstance(error, PermissionError) else AGAIN
             raise InputError(f"cannot read {path}: {error.strerror or error}; {way_out}") from error

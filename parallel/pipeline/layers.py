@@ -150,7 +150,7 @@ class PipelinableContext:
         function, place = step if isinstance(step, tuple) and len(step) == 2 else (None, None)
         if not callable(function) or place not in ("front", "behind"):
             raise ConfigError(
-                f"{step!r} is neither a module's name nor (function, 'behind'); give one of these"
+                f"{step!r} is neither the name of a module nor a pair (function, 'front' or 'behind')"
             )
         return _Function(function)
 

@@ -92,8 +92,8 @@ def refuse_unknown_loss(model: nn.Module) -> None:
     """
     if family_of(model).loss is not Loss.CAUSAL:
         raise ConfigError(
-            f"gather_logits=False: {type(model).__name__} is no causal language model of transformers; give "
-            "its head the style Head(gathers=False) in a plan, and compute its loss with "
+            f"gather_logits=False: {type(model).__name__} is not a causal language model of transformers; "
+            "give its head the style Head(gathers=False) in a plan, and compute its loss with "
             "vocabulary_cross_entropy"
         )
 

@@ -204,7 +204,7 @@ def test_the_documents_endpoint_gives_the_prompt_and_what_follows(served: Served
         ({"prompt": PROMPT, "stop": "a" * 4097}, 400, "4,097 characters"),
         ({"prompt": PROMPT, "model": "other"}, 404, "the model 'other' does not exist"),
         (b"{", 400, "JSON"),
-        (b" " * 10_001, 413, "more than 10,000 bytes"),
+        (b" " * 10_001, 413, "more than 9.8 KiB"),
     ],
 )
 def test_what_cannot_be_is_answered_with_one_sentence(

@@ -166,7 +166,7 @@ def refuse_loss() -> str:
 
 def test_loss_that_cannot_be_replaced_is_refused() -> None:
     for said in on_two_ranks(refuse_loss):
-        assert said.startswith("gather_logits=False: BertForMaskedLM is no causal language model")
+        assert said.startswith("gather_logits=False: BertForMaskedLM is not a causal language model")
 
 
 def on_meta(name: str) -> nn.Module:

@@ -53,7 +53,7 @@ def test_a_link_is_followed_unless_it_must_not_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12")
     (tmp_path / "link").symlink_to("file")
     assert read_regular(tmp_path / "link", 2) == b"12"
-    with pytest.raises(OSError, match="it has 2 bytes, more than 1"):
+    with pytest.raises(OSError, match="it has 2 bytes, more than 1 B"):
         read_regular(tmp_path / "link", 1)
     with pytest.raises(OSError, match="it is a link"):
         open_regular(tmp_path / "link", os.O_NOFOLLOW)

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gemini.errors import ConfigError, GeminiError, OutOfBudgetError, StateError, in_words
 from gemini.inference.request import QueueFullError
+from gemini.system.config import format_bytes
 
 T = TypeVar("T")
 _RETRY_AFTER_S = 1
@@ -68,7 +69,7 @@ class BodyLimit:
             await error_answer(503, "the server is shutting down; try again later")(scope, receive, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = error_answer(413, f"the request has more than {self._most:,} bytes; send less")
+        answer = error_answer(413, f"the request has more than {format_bytes(self._most)}; send less")
         await answer(scope, receive, send)
 
 

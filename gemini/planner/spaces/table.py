@@ -30,6 +30,7 @@ from gemini.planner.spaces.mesh import (
     named,
 )
 from gemini.planner.spaces.splits import Chosen, SplitCosts, one_weird_trick, optcnn
+from gemini.system.config import format_bytes
 
 _SHOWN = 3  # layers that a reason names
 _DEFAULT_ANNOTATIONS = {"inputs": "split:sample"}
@@ -252,7 +253,9 @@ def _gshard(request: SystemRequest) -> SystemPlan:
     for layer, each in zip(request.graph, sharded, strict=True):
         text = _text(each.output) if each.output else "whole, on every rank"
         weight = f"; weight: {_text(each.weight)}" if each.weight else ""
-        sent = "; ".join(f"{m.kind} of {m.nbytes} bytes over {m.ranks} ({m.why})" for m in each.collectives)
+        sent = "; ".join(
+            f"{m.kind} of {format_bytes(m.nbytes)} over {m.ranks} ({m.why})" for m in each.collectives
+        )
         rows.append((layer.name, text + weight + (f"; {sent}" if sent else "")))
     seconds = gshard_seconds(request.graph, sharded, request.searching.speeds)
     data = {"sample": request.ranks} if request.ranks > 1 else {}
