@@ -16,10 +16,6 @@ from torch import nn
 
 from gemini.errors import ConfigError
 
-# A gathered chunk this many times smaller than the largest stays for the step: keeping it costs little
-# memory, gathering it again costs a message.
-_SMALL_PART = 16
-
 # Chunks are divided into shards and state pieces at multiples of this many elements, so that parts fill 4 KiB
 # pages for every dtype of at least two bytes.
 CUT_NUMEL = 2048
@@ -61,11 +57,6 @@ class Share:
         """Return this rank's elements ``[start, stop)`` of a chunk of :meth:`whole_numel` elements."""
         part = whole_numel // self.size
         return self.rank * part, (self.rank + 1) * part
-
-
-def stays_whole(nbytes: int, largest: int) -> bool:
-    """Return whether a gathered chunk is small enough, compared with the ``largest``, to stay."""
-    return nbytes * _SMALL_PART <= largest
 
 
 class Topic(IntEnum):

@@ -12,8 +12,9 @@ import torch
 
 from gemini.chunk import Chunk
 from gemini.chunk.chunk import TensorIds
-from gemini.comm.peers import Transfer, stays_whole
+from gemini.comm.peers import Transfer
 from gemini.runtime.gate.gate import Gate, TensorState
+from gemini.runtime.storage.data_sizes import stays_whole
 from gemini.runtime.storage.gradient import GroupShard
 from gemini.runtime.storage.model_storage import ChunkGroup, ModelStorage
 from gemini.sharding.owners import Owners, OwnersOfGroups

@@ -14,7 +14,11 @@ import torch
 from gemini.chunk import CPU
 from gemini.chunk.chunk import ChunkKind, ChunkSpec, StateSpec, num_blocks, whole_blocks
 from gemini.chunk.layout import CHUNK_ALIGN_BYTES, ChunkLayout, TensorSlot, round_up
-from gemini.comm.peers import CUT_NUMEL, Share, stays_whole
+from gemini.comm.peers import CUT_NUMEL, Share
+
+# A gathered chunk this many times smaller than the largest stays for the step: keeping it costs little
+# memory, gathering it again costs a message.
+_SMALL_PART = 16
 
 
 @dataclass(frozen=True)
@@ -231,6 +235,11 @@ def _blocks_of(pieces: Sequence[tuple[int, int]], slots: Sequence[TensorSlot]) -
         return firsts[index] + num_blocks(min(place - offsets[index], slots[index].numel))
 
     return tuple((before(start), before(stop)) for start, stop in pieces)
+
+
+def stays_whole(nbytes: int, largest: int) -> bool:
+    """Return whether a gathered chunk is small enough, compared with the ``largest``, to stay."""
+    return nbytes * _SMALL_PART <= largest
 
 
 def data_sizes(needs: Iterable[tuple[GroupPlan, Needs]]) -> DataSizes:
