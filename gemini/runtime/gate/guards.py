@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, NoReturn, TypeVar, cast
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
@@ -30,6 +30,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _BACKWARD = "backward"
 _is_profiled = torch._C._autograd._profiler_enabled
+# Returns autograd's id of the backward pass that runs on this thread, -1 if none does.
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class TensorLock:
@@ -59,6 +61,43 @@ class TensorLock:
             raise StateError(self._reason)
 
 
+class _PassEnd:
+    """Queued as a callback of a backward pass, which holds the only reference: a weak reference is dead once
+    the pass has ended or raised."""
+
+    def __call__(self) -> None:
+        """Do nothing. Autograd calls it at the end of the pass."""
+
+
+class LatestPass:
+    """The latest backward pass that ran nodes of a model, and its thread."""
+
+    def __init__(self) -> None:
+        self.number = -1  # autograd's id of the pass
+        self.end: Callable[[], object] = lambda: None  # returns None once the pass has ended or raised
+        self._thread = 0
+
+    def begin(self, number: int) -> None:
+        """Note the pass ``number``, which runs on this thread."""
+        end = _PassEnd()
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        self.number, self.end, self._thread = number, ref(end), threading.get_ident()
+
+    def other_thread(self) -> int:
+        """Return another thread that runs the pass; 0: none, or one of autograd's own threads, which may
+        still hold a finished pass of the thread that called it."""
+        other = self._thread
+        if self.end() is None or other == threading.get_ident() or not _is_python_thread(other):
+            return 0
+        return other if current_pass() == -1 or _is_python_thread(threading.get_ident()) else 0
+
+
+def _is_python_thread(ident: int) -> bool:
+    """Say whether Python started a thread, rather than autograd."""
+    started = (t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread))
+    return ident in started
+
+
 class OneThread:
     """Admits one thread at a time to the calls of a model (forward, backward, step, ...).
 
@@ -71,13 +110,9 @@ class OneThread:
         self.holder = 0  # the thread within a call, 0: none; every PreOp reads it
         self._last = threading.get_ident()  # the last thread within a call, or the one that wrapped the model
         self._doing = ""
-        self._other_pass: Callable[[], int] = lambda: 0
+        self.latest_pass = LatestPass()
         self._lock = threading.RLock()  # held within a call
         self.operators = threading.RLock()  # held within an operator outside of calls
-
-    def watch_passes(self, other_pass: Callable[[], int]) -> None:
-        """Set ``other_pass``, which returns another thread that runs a backward pass of this model, or 0."""
-        self._other_pass = other_pass
 
     @contextmanager
     def inside(self, doing: str) -> Iterator[None]:
@@ -154,7 +189,7 @@ class OneThread:
 
     def refuse_second_pass(self, doing: str = "backward") -> None:
         """Raise StateError if another thread runs a backward pass of this model."""
-        other = self._other_pass()
+        other = self.latest_pass.other_thread()
         if other:
             raise _refusal(doing, other, "a backward pass")
 
@@ -166,7 +201,7 @@ class OneThread:
     def _serves_backward(self) -> bool:
         """Say whether this thread runs a backward pass for the thread that holds the model."""
         other = self.holder != threading.get_ident()
-        return other and self._doing == _BACKWARD and torch._C._current_graph_task_id() != -1
+        return other and self._doing == _BACKWARD and current_pass() != -1
 
 
 def in_one_thread(doing: str, *, shown_as: str | None = None) -> Callable[[_Method], _Method]:

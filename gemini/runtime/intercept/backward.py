@@ -10,8 +10,6 @@ numbers. See docs/notes/interception.md.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch.autograd import _get_sequence_nr, forward_ad  # type: ignore[attr-def
 from gemini.losses.tiled_cross_entropy import TiledCrossEntropy
 from gemini.memstats.trace import BACKWARD
 from gemini.runtime.gate.gate import Gate, NodeHooks
+from gemini.runtime.gate.guards import current_pass
 from gemini.runtime.intercept.nested import map_tensors
 
 # The sequence number of the next node, and the nodes of the inputs, which are older whatever their numbers.
@@ -66,15 +65,6 @@ _SAVES_NO_WEIGHT = frozenset(
 ) | {f"{TiledCrossEntropy.__name__}Backward"}  # computes its gradients in forward
 
 next_node_number: Callable[[], int] = _get_sequence_nr
-current_pass: Callable[[], int] = torch._C._current_graph_task_id  # -1: none
-
-
-class _PassEnd:
-    """Queued as a callback of a backward pass, which holds the only reference: a weak reference is dead once
-    the pass has ended or raised."""
-
-    def __call__(self) -> None:
-        """Do nothing. Autograd calls it at the end of the pass."""
 
 
 class BackwardPins:
@@ -89,11 +79,7 @@ class BackwardPins:
     def __init__(self, gate: Gate) -> None:
         self.held: tuple[int, ...] | None = None  # pins of the outermost running node, or of the last node
         self._running: list[_RunningNode] = []  # outermost first
-        self._pass = -1  # the latest backward pass
-        self._pass_thread = 0  # the thread of that pass
-        self._pass_end: Callable[[], object] = _PassEnd()
         self._gate = gate
-        gate.threads.watch_passes(self.other_thread)
         self._hooks: dict[tuple[int, ...], NodeHooks] = {}
 
     def hooks(self, tensors: tuple[int, ...]) -> NodeHooks:
@@ -112,33 +98,25 @@ class BackwardPins:
             if held is not None:
                 self._gate.chunks.release(held, dirty=False)
 
-    def other_thread(self) -> int:
-        """Return another thread that runs a backward pass of this model; 0: none, or one of autograd's own
-        threads, which may still hold a finished pass of the thread that called it."""
-        other = self._pass_thread
-        if self._pass_end() is None or other == threading.get_ident() or not _is_python_thread(other):
-            return 0
-        return other if current_pass() == -1 or _is_python_thread(threading.get_ident()) else 0
-
     def forget(self) -> None:
         """Drop the record of every pin; the caller unpins."""
         self.held = None
         self._running.clear()
 
     def _make_hooks(self, tensors: tuple[int, ...]) -> NodeHooks:
-        gate, running = self._gate, self._running
+        gate, running, latest = self._gate, self._running, self._gate.threads.latest_pass
 
         def before(_grad_outputs: object) -> None:
             current = current_pass()
-            if current == self._pass:
+            if current == latest.number:
                 pin()
             else:
-                if self._pass_end() is not None:
+                if latest.end() is not None:
                     gate.threads.refuse_second_pass()
                 with gate.threads.operators:  # wait for another thread's operator, and block new ones
                     pin()
-                    self._watch(current)
-            running.append((current, self._pass_end, next_node_number(), tensors))
+                    latest.begin(current)
+            running.append((current, latest.end, next_node_number(), tensors))
 
         def pin() -> None:
             gate.enter(BACKWARD)
@@ -164,12 +142,6 @@ class BackwardPins:
 
         return before, after
 
-    def _watch(self, current: int) -> None:
-        """Make ``_pass_end`` return None once the current backward pass has ended or raised."""
-        end = _PassEnd()
-        torch.autograd.Variable._execution_engine.queue_callback(end)
-        self._pass, self._pass_end, self._pass_thread = current, weakref.ref(end), threading.get_ident()
-
     def _forget_raised(self) -> None:
         """Unpin the tensors of nodes that raised: they count as running, but their backward pass is over."""
         outside = current_pass() == -1
@@ -182,12 +154,6 @@ class BackwardPins:
         tensors = self._running.pop()[3]
         if self._running:
             self._gate.post_op(tensors, False)
-
-
-def _is_python_thread(ident: int) -> bool:
-    """Say whether Python started a thread, rather than autograd."""
-    started = (t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread))
-    return ident in started
 
 
 def nodes_so_far(arguments: Any) -> NodesSoFar:
