@@ -115,7 +115,7 @@ class _Ended(Exception):
 class SaveHandle:
     """A running asynchronous save. Its methods are for the training thread; another thread writes.
 
-    Implements :class:`gemini.runtime.gate.pending_work.Snapshot` for its model.
+    Implements :class:`gemini.runtime.gate.gate.Snapshot` for its model.
     """
 
     def __init__(

@@ -32,9 +32,9 @@ from gemini.runtime.adopt import Adopted, collected_once, release_adopted, secon
 from gemini.runtime.arrivals import Changes, adopt_new, find_changes
 from gemini.runtime.build import Built
 from gemini.runtime.config import GeminiConfig
+from gemini.runtime.gate.gate import NO_SNAPSHOT
 from gemini.runtime.gate.gradients import LooseBytes
 from gemini.runtime.gate.guards import in_one_thread
-from gemini.runtime.gate.pending_work import NO_SNAPSHOT
 from gemini.runtime.intercept.compiled import CompiledBlocks
 from gemini.runtime.intercept.mixed_dtypes import FirstPasses
 from gemini.runtime.intercept.nested import cast_floating, map_tensors, tensors_in

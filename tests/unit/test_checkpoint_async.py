@@ -20,7 +20,7 @@ import gemini
 from gemini import checkpoint
 from gemini.checkpoint.sealed_file import SealedFile
 from gemini.errors import CheckpointError, ConfigError, IoError
-from gemini.runtime.gate.pending_work import NO_SNAPSHOT
+from gemini.runtime.gate.gate import NO_SNAPSHOT
 
 MIB = 2**20
 

@@ -1,8 +1,10 @@
 """Gate: every use of managed memory passes it, one operator after another.
 
-StatefulTensorMgr implements the three operations of ColossalAI's documents over the chunk table. The module
-also keeps a registry of the process's gates: it finds the parameter at an address, disables all gates in a
-forked child, and restores patched classes after the last gate.
+Snapshots are asked before data changes; a RefusingGate raises in place of a gate. All three are one protocol,
+which every operator uses, so they are one file. StatefulTensorMgr implements the three operations of
+ColossalAI's documents over the chunk table. The module also keeps a registry of the process's gates: it finds
+the parameter at an address, disables all gates in a forked child, and restores patched classes after the last
+gate.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -24,13 +26,18 @@ from gemini.chunk.chunk import TensorIds
 from gemini.errors import StateError
 from gemini.memstats.trace import FORWARD, OPTIMIZER
 from gemini.runtime.gate import guards
-from gemini.runtime.gate.gradients import GradientScale, LooseBytes, RowGradient, Slot, WrittenTensors
+from gemini.runtime.gate.gradients import (
+    GradientScale,
+    LooseBytes,
+    RowGradient,
+    Slot,
+    StatePiece,
+    WrittenTensors,
+)
 from gemini.runtime.gate.guards import OneThread, ParametersByAddress, Strays, TensorLock
 from gemini.runtime.gate.pending_work import (
-    NO_SNAPSHOT,
     PendingUpdate,
     PendingUpdates,
-    Snapshot,
     StepObserver,
 )
 
@@ -196,6 +203,83 @@ class Grows(Protocol):
 
     def add_parameters(self, specs: Any, operator: tuple[int, str], *, raises_disk: bool) -> Any:
         """Create the chunks of parameters that were added to the module."""
+
+
+class Snapshot(Protocol):
+    """Preserves the model data of one moment until it has copied all of it.
+
+    Called on the thread that trains.
+    """
+
+    def wants(self, piece: StatePiece) -> bool:
+        """Whether :meth:`before_update` of this piece would copy anything."""
+        ...
+
+    def before_update(self, piece: StatePiece) -> None:
+        """Called before an optimizer changes ``piece`` and its parameters, which are pinned on DEVICE."""
+
+    def before_write(self) -> None:
+        """Called before weights or states are replaced. May fetch chunks, and raise as a fetch does."""
+
+    def unsaved(self, tensors: TensorIds) -> frozenset[int]:
+        """Return those of ``tensors`` that :meth:`before_change` would copy."""
+        ...
+
+    def before_change(self, tensors: TensorIds) -> None:
+        """Called before ``tensors`` are written to. May fetch chunks, and raise as a fetch does."""
+
+    def spoil(self, tensors: Iterable[int]) -> None:
+        """Called after user code has written to ``tensors`` before they were copied, unforeseen."""
+
+    def residence(self, resident: bool) -> bool:
+        """Called when chunks begin to stay on DEVICE (``resident``) or may leave it. Returns ``resident``."""
+        ...
+
+    def step_ended(self) -> None:
+        """Called after the optimizer has ended a step."""
+
+    def close(self, *, finish: bool) -> None:
+        """Finish the copy and raise its errors, or discard it without ``finish``. Idempotent."""
+
+
+_NOTHING: frozenset[int] = frozenset()
+
+
+class NoSnapshot:
+    """The default while no snapshot is under way."""
+
+    def wants(self, piece: StatePiece) -> bool:
+        """Return False."""
+        return False
+
+    def before_update(self, piece: StatePiece) -> None:
+        """Do nothing."""
+
+    def before_write(self) -> None:
+        """Do nothing."""
+
+    def unsaved(self, tensors: TensorIds) -> frozenset[int]:
+        """Return nothing."""
+        return _NOTHING
+
+    def before_change(self, tensors: TensorIds) -> None:
+        """Do nothing."""
+
+    def spoil(self, tensors: Iterable[int]) -> None:
+        """Do nothing."""
+
+    def residence(self, resident: bool) -> bool:
+        """Return ``resident``."""
+        return resident
+
+    def step_ended(self) -> None:
+        """Do nothing."""
+
+    def close(self, *, finish: bool) -> None:
+        """Do nothing."""
+
+
+NO_SNAPSHOT = NoSnapshot()
 
 
 _numbers = count()
@@ -493,6 +577,33 @@ class Gate(ABC):
             return ref.of(tensor.data_ptr(), guards.span_bytes(tensor))
         is_there = self.chunks.chunk_at(tensor.data_ptr()) == self.chunks.table.chunk_of(ref.tensors[0])
         return ref if is_there else None
+
+
+class RefusingGate(ABC):
+    """Replaces the gate of tensors with values that nobody may use: everything that an operator needs from it
+    raises."""
+
+    number = -1  # before all other gates: it refuses before tensors are pinned
+    resident = False
+    cuts_tensors = False
+    mixes_dtypes = False
+    snapshot = NO_SNAPSHOT
+
+    @abstractmethod
+    def pre_op(self, *_tensors: Any) -> NoReturn:
+        """Raise."""
+
+    @property
+    def threads(self) -> NoReturn:
+        self.pre_op()
+
+    @property
+    def raw_uses(self) -> NoReturn:
+        self.pre_op()
+
+    @property
+    def windows(self) -> NoReturn:
+        self.pre_op()
 
 
 _living: weakref.WeakSet[Gate] = weakref.WeakSet()

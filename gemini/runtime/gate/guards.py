@@ -8,11 +8,10 @@ import atexit
 import logging
 import os
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary, ref
 
 import torch
@@ -22,7 +21,6 @@ from gemini import _C
 from gemini.chunk import ChunkManager
 from gemini.chunk.chunk import TensorIds
 from gemini.errors import EvictedAccessError, StateError
-from gemini.runtime.gate.pending_work import NO_SNAPSHOT
 
 logger = logging.getLogger(__name__)
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -249,33 +247,6 @@ def in_child(_tensors: TensorIds = (), *, on_host: bool = False) -> None:
         "managed parameters cannot be used in a forked process: their memory stays with the parent; "
         "pass copies, for example param.detach().clone(), or start the process with 'spawn'"
     )
-
-
-class RefusingGate(ABC):
-    """Replaces the gate of tensors with values that nobody may use: everything that an operator needs from it
-    raises."""
-
-    number = -1  # before all other gates: it refuses before tensors are pinned
-    resident = False
-    cuts_tensors = False
-    mixes_dtypes = False
-    snapshot = NO_SNAPSHOT
-
-    @abstractmethod
-    def pre_op(self, *_tensors: Any) -> NoReturn:
-        """Raise."""
-
-    @property
-    def threads(self) -> NoReturn:
-        self.pre_op()
-
-    @property
-    def raw_uses(self) -> NoReturn:
-        self.pre_op()
-
-    @property
-    def windows(self) -> NoReturn:
-        self.pre_op()
 
 
 class ParametersByAddress:

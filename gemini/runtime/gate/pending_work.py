@@ -1,5 +1,5 @@
-"""Work that waits at the gate: pending updates, the thread on which the CPU runs updates beside training,
-snapshots that must copy data before it changes, and observers of steps.
+"""Pending updates: those that a step decided and has not run yet, and the thread on which the CPU runs
+updates beside training. Also the observer of steps and their updates.
 
 See docs/notes/overlap.md and docs/notes/gpu.md.
 """
@@ -14,9 +14,7 @@ from typing import Protocol
 
 import torch
 
-from gemini.chunk.chunk import TensorIds
 from gemini.chunk.manager import ChunkObserver
-from gemini.runtime.gate.gradients import StatePiece
 from gemini.system.threads import Workers
 
 
@@ -189,83 +187,6 @@ class GivenWork:
         except BaseException as error:
             self._error = error
         self._is_over.set()
-
-
-class Snapshot(Protocol):
-    """Preserves the model data of one moment until it has copied all of it.
-
-    Called on the thread that trains.
-    """
-
-    def wants(self, piece: StatePiece) -> bool:
-        """Whether :meth:`before_update` of this piece would copy anything."""
-        ...
-
-    def before_update(self, piece: StatePiece) -> None:
-        """Called before an optimizer changes ``piece`` and its parameters, which are pinned on DEVICE."""
-
-    def before_write(self) -> None:
-        """Called before weights or states are replaced. May fetch chunks, and raise as a fetch does."""
-
-    def unsaved(self, tensors: TensorIds) -> frozenset[int]:
-        """Return those of ``tensors`` that :meth:`before_change` would copy."""
-        ...
-
-    def before_change(self, tensors: TensorIds) -> None:
-        """Called before ``tensors`` are written to. May fetch chunks, and raise as a fetch does."""
-
-    def spoil(self, tensors: Iterable[int]) -> None:
-        """Called after user code has written to ``tensors`` before they were copied, unforeseen."""
-
-    def residence(self, resident: bool) -> bool:
-        """Called when chunks begin to stay on DEVICE (``resident``) or may leave it. Returns ``resident``."""
-        ...
-
-    def step_ended(self) -> None:
-        """Called after the optimizer has ended a step."""
-
-    def close(self, *, finish: bool) -> None:
-        """Finish the copy and raise its errors, or discard it without ``finish``. Idempotent."""
-
-
-_NOTHING: frozenset[int] = frozenset()
-
-
-class NoSnapshot:
-    """The default while no snapshot is under way."""
-
-    def wants(self, piece: StatePiece) -> bool:
-        """Return False."""
-        return False
-
-    def before_update(self, piece: StatePiece) -> None:
-        """Do nothing."""
-
-    def before_write(self) -> None:
-        """Do nothing."""
-
-    def unsaved(self, tensors: TensorIds) -> frozenset[int]:
-        """Return nothing."""
-        return _NOTHING
-
-    def before_change(self, tensors: TensorIds) -> None:
-        """Do nothing."""
-
-    def spoil(self, tensors: Iterable[int]) -> None:
-        """Do nothing."""
-
-    def residence(self, resident: bool) -> bool:
-        """Return ``resident``."""
-        return resident
-
-    def step_ended(self) -> None:
-        """Do nothing."""
-
-    def close(self, *, finish: bool) -> None:
-        """Do nothing."""
-
-
-NO_SNAPSHOT = NoSnapshot()
 
 
 class StepObserver(ChunkObserver, Protocol):

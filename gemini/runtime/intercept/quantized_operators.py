@@ -18,9 +18,8 @@ from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch._C import _EnableTorchFunction as SubclassesAnswer
 
 from gemini.errors import ConfigError
-from gemini.runtime.gate.gate import Gate, TensorRef
+from gemini.runtime.gate.gate import NO_SNAPSHOT, Gate, TensorRef
 from gemini.runtime.gate.gradients import Slot
-from gemini.runtime.gate.pending_work import NO_SNAPSHOT
 from gemini.runtime.intercept import raw_access
 from gemini.runtime.intercept.backward import hook_backward, next_node_number
 from gemini.runtime.intercept.functions import METADATA_FUNCTIONS, SPECIAL

@@ -26,9 +26,8 @@ from torch._C._functorch import peek_interpreter_stack as in_transform
 from torch._ops import OpOverload, OpOverloadPacket
 
 from gemini.errors import ConfigError
-from gemini.runtime.gate.gate import CutRef, Gate, TensorRef
+from gemini.runtime.gate.gate import NO_SNAPSHOT, CutRef, Gate, TensorRef
 from gemini.runtime.gate.gradients import Slot
-from gemini.runtime.gate.pending_work import NO_SNAPSHOT
 from gemini.runtime.intercept.adapted_rows import lazy_sum
 from gemini.runtime.intercept.backward import (
     hook_backward,

@@ -14,8 +14,7 @@ from torch.autograd.graph import increment_version
 from gemini.chunk import Chunk
 from gemini.chunk.layout import ordered_like
 from gemini.errors import ConfigError, StateError
-from gemini.runtime.gate.gate import Gate, TensorRef, TensorState
-from gemini.runtime.gate.guards import RefusingGate
+from gemini.runtime.gate.gate import Gate, RefusingGate, TensorRef, TensorState
 from gemini.runtime.intercept.tensors import as_managed
 
 
