@@ -29,7 +29,6 @@ from gemini.runtime.intercept.quantized import (
     refuse_without_values,
 )
 from gemini.runtime.intercept.quantized_operators import make_managed_quantized, make_plain_quantized
-from gemini.runtime.intercept.saved_weights import restore_saved_weights
 from gemini.runtime.intercept.tensors import (
     ManagedParameter,
     ManagedTensor,
@@ -38,6 +37,7 @@ from gemini.runtime.intercept.tensors import (
     make_plain_view,
     plain_copy,
     resident,
+    restore_saved_weights,
 )
 from gemini.runtime.manager import GeminiManager
 from gemini.runtime.storage.initialization import (

@@ -9,6 +9,8 @@ version counters of tensors that its operators write to *and* return. Other writ
 parameters of a fused optimizer, and all that operators of libraries write to, appear only in the schema. A
 write that is neither declared nor counted cannot be detected. :func:`possibly_written` tells before an
 operator runs what it may write to.
+
+Tensors that custom autograd functions saved come back managed (:func:`restore_saved_weights`).
 """
 
 from __future__ import annotations
@@ -22,11 +24,20 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch._C import _DisableFuncTorch as OutsideTransforms
+from torch._C import _FunctionBase
 from torch._C._functorch import peek_interpreter_stack as in_transform
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd.function import BackwardCFunction
 
 from gemini.errors import ConfigError
-from gemini.runtime.gate.gate import NO_SNAPSHOT, CutRef, Gate, TensorRef
+from gemini.runtime.gate.gate import (
+    NO_SNAPSHOT,
+    CutRef,
+    Gate,
+    TensorRef,
+    parameter_at,
+    when_last_gate_ends,
+)
 from gemini.runtime.gate.gradients import Slot
 from gemini.runtime.intercept.adapted_rows import lazy_sum
 from gemini.runtime.intercept.backward import (
@@ -585,6 +596,39 @@ def adopt(out: Any, operands: list[Any]) -> Any:
     elif kind is list or kind is tuple:
         return kind([adopt(item, operands) for item in out])
     return out
+
+
+# Without hooks on saved tensors ``ctx.saved_tensors`` returns the very objects that were saved. With hooks,
+# which activation offloading and non-reentrant checkpointing set, autograd makes new tensors of the hooks'
+# results: plain tensors over a window. An operator on one would read a chunk that may be evicted, and a
+# gradient added to its ``grad`` would be lost.
+_SAVED = "saved_tensors"
+
+
+def restore_saved_weights() -> None:
+    """Patch ``saved_tensors`` of custom functions to return managed memory as managed, until the last managed
+    model is gone."""
+    if _SAVED not in BackwardCFunction.__dict__:
+        setattr(BackwardCFunction, _SAVED, property(_saved_tensors))
+        when_last_gate_ends(lambda: delattr(BackwardCFunction, _SAVED))
+
+
+def _saved_tensors(ctx: Any) -> tuple[Any, ...]:
+    """The tensors that were passed to ``save_for_backward()``."""
+    saved: tuple[Any, ...] = getattr(_FunctionBase, _SAVED).__get__(ctx)
+    return tuple([_same_or_managed(tensor) for tensor in saved])
+
+
+def _same_or_managed(tensor: Any) -> Any:
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor
+    param = parameter_at(tensor.data_ptr())
+    if param is None:
+        return tensor
+    with PlainTensors():
+        is_whole = tensor.is_leaf and (tensor.shape, tensor.stride()) == (param.shape, param.stride())
+        same = is_whole and (tensor.dtype, tensor.requires_grad) == (param.dtype, param.requires_grad)
+    return param if same else as_managed(tensor, param._ref)  # type: ignore[attr-defined]
 
 
 class PlainViews:
