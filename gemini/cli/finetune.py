@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from gemini.chunk.manager import lacking_space
+from gemini.chunk.disk_file import lacking_space
 from gemini.cli.plan import settings_from
 from gemini.cli.plan_model import hugging_face
 from gemini.cli.train import (

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from gemini.chunk.manager import lacking_space
+from gemini.chunk.disk_file import lacking_space
 from gemini.comm.peers import Share
 from gemini.errors import OutOfBudgetError
 from gemini.forecast.machine import MachineSpeeds

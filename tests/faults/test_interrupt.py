@@ -28,6 +28,7 @@ CORE = (
     "line",
     (
         "chunk/manager.py",
+        "chunk/disk_file.py",
         "gate/gate.py",
         "runtime/manager.py",
         "step/order.py",

@@ -38,7 +38,7 @@ from gemini import (
     OutOfBudgetError,
     checkpoint,
 )
-from gemini.chunk import manager
+from gemini.chunk import disk_file
 from gemini.chunk.cpu_memory import CpuDevice
 from gemini.runtime import adopt
 
@@ -246,7 +246,7 @@ def test_a_refusal_leaves_everything_as_it_was(
 
         with monkeypatch.context() as patch:
             if where == "space":
-                patch.setattr(manager, "lacking_space", lambda *_args, **_options: "the disk is full")
+                patch.setattr(disk_file, "lacking_space", lambda *_args, **_options: "the disk is full")
             else:
                 patch.setattr(adopt, "_write_master", fail)
             with pytest.raises(IoError):

@@ -18,6 +18,7 @@ WHERE = (
     "line",
     (
         "chunk/manager.py",
+        "chunk/disk_file.py",
         "gate/gate.py",
         "runtime/manager.py",
         "step/order.py",

@@ -1,10 +1,10 @@
 """Gate: every use of managed memory passes it, one operator after another.
 
-Snapshots are asked before data changes; a RefusingGate raises in place of a gate. All three are one protocol,
-which every operator uses, so they are one file. StatefulTensorMgr implements the three operations of
-ColossalAI's documents over the chunk table. The module also keeps a registry of the process's gates: it finds
-the parameter at an address, disables all gates in a forked child, and restores patched classes after the last
-gate.
+Snapshots are asked before data changes; a RefusingGate replaces a gate and raises. All three are one
+protocol, which every operator uses, so they are one file. StatefulTensorMgr implements the three operations
+of ColossalAI's documents over the chunk table. The module also keeps a registry of the process's gates: it
+finds the parameter at an address, disables all gates in a forked child, and restores patched classes after
+the last gate.
 """
 
 from __future__ import annotations
