@@ -36,6 +36,7 @@ from gemini.cli import (
     train,
 )
 from gemini.cli.console import discard, say_error, silence_packages
+from gemini.cli.options import with_options
 from gemini.errors import ConfigError, GeminiError
 from gemini.system.config import did_you_mean
 
@@ -257,7 +258,7 @@ def _run(arguments: list[str], added: Mapping[str, AddParser]) -> int:
     options = _parsed(arguments, added)
     if logging.lastResort is not None:  # not the root logger, which a traced script may configure
         is_ours = arguments[0] in ("train", "finetune") or (arguments[0] == "trace" and not options.script)
-        logging.lastResort.setFormatter(WarningFormatter(train.with_options if is_ours else str))
+        logging.lastResort.setFormatter(WarningFormatter(with_options if is_ours else str))
     if not getattr(options, "script", None):  # do not change the output of a user's script
         silence_packages()
     _require_directory()

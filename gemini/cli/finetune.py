@@ -15,9 +15,7 @@ from typing import Any
 from torch import nn
 
 from gemini.chunk.disk_file import lacking_space
-from gemini.cli.plan import settings_from
-from gemini.cli.plan_model import hugging_face
-from gemini.cli.train import (
+from gemini.cli.options import (
     add_memory_options,
     add_option,
     add_report_option,
@@ -25,6 +23,8 @@ from gemini.cli.train import (
     options_named,
     with_options,
 )
+from gemini.cli.plan import settings_from
+from gemini.cli.plan_model import hugging_face
 from gemini.errors import ConfigError, GeminiError, OutOfBudgetError
 from gemini.forecast.forecast import BatchForecast, Settings, forecast_batch, forecast_rank, time_step
 from gemini.forecast.rehearsal import ModelSource

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gemini.cli.console import Console, print_json
-from gemini.cli.train import size_in_bytes
+from gemini.cli.options import size_in_bytes
 from gemini.errors import ConfigError
 from gemini.jobs.finetune.config import INT8, NF4
 from gemini.system.config import format_bytes, parse_bytes

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gemini.cli.console import Console
-from gemini.cli.train import with_options
+from gemini.cli.options import with_options
 from gemini.forecast.forecast import StepTime
 from gemini.forecast.report import Report, Wear
 from gemini.memstats.collectives import CollectiveSpeeds

@@ -14,9 +14,9 @@ from rich.table import Table
 from torch import nn
 
 from gemini.cli.console import Console, print_json
+from gemini.cli.options import with_options
 from gemini.cli.plan_layout import DTYPES, run_on
 from gemini.cli.plan_model import ModelOptions
-from gemini.cli.train import with_options
 from gemini.errors import ConfigError, OutOfBudgetError
 from gemini.forecast.machine import threads_of_a_rank
 from gemini.forecast.rehearsal import ModelSource

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gemini.cli.train import options_named, refuse_ranks, size
+from gemini.cli.options import options_named, refuse_ranks, size
 from gemini.system.config import format_bytes
 
 EPILOG = """\

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gemini.cli.train import options_named, size
+from gemini.cli.options import options_named, size
 from gemini.errors import ConfigError
 
 if TYPE_CHECKING:

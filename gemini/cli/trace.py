@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,16 +25,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gemini.cli import train
 from gemini.cli.console import Console, print_json
+from gemini.cli.options import add_memory_options, options_named
 from gemini.errors import ConfigError, GeminiError
+from gemini.jobs.gpt.config import TrainConfig
 from gemini.model.ddp import GeminiDDP
 from gemini.system.config import format_bytes
 from gemini.system.files import io_errors
 from gemini.timeline import StepSummary, TimelineRecorder
 from gemini.timeline.summary import LINK_TITLES, PART_TITLES, parts, seconds_text
-
-if TYPE_CHECKING:
-    from gemini.jobs.gpt.config import TrainConfig
-
 
 EPILOG = """\
 examples:
@@ -96,7 +94,7 @@ def add_parser(subparsers: Any) -> None:
     )
     train.add_model_options(parser.add_argument_group("model and text"))
     train.add_training_options(parser.add_argument_group("training"))
-    train.add_memory_options(parser.add_argument_group("memory"))
+    add_memory_options(parser.add_argument_group("memory"), TrainConfig)
     parser.set_defaults(run=run)
 
 
@@ -126,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
     config = train.config_from(options, steps=options.warmup + options.record)
     out.prepare()
     display = SilentDisplay() if options.quiet else LineDisplay(Console(stderr=True), config.steps)
-    with train.options_named():
+    with options_named():
         code = record_training(
             config,
             warmup=options.warmup,
