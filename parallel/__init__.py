@@ -19,7 +19,7 @@ from gemini.parallel.booster import (
 from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Mesh
 from gemini.parallel.partition import Partition
-from gemini.parallel.plan import ParallelPlan, Prediction, fingerprint
+from gemini.parallel.plan import ParallelPlan, fingerprint
 from gemini.parallel.sequence import parallelize_sequence
 from gemini.parallel.tensor import parallelize
 from gemini.parallel.zero import LowLevelZeroOptimizer
@@ -35,7 +35,6 @@ __all__ = [
     "MoeHybridParallelPlugin",
     "ParallelPlan",
     "Partition",
-    "Prediction",
     "TorchDDPPlugin",
     "TorchFSDPPlugin",
     "fingerprint",

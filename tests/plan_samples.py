@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from gemini.parallel import Layout, ParallelPlan, Prediction, fingerprint
-from gemini.parallel.plan import LeftOut, PlanBudgets, RankPrediction, RunnerUp
+from gemini.parallel import Layout, ParallelPlan, fingerprint
+from gemini.parallel.plan import LeftOut, PlanBudgets, Prediction, RankPrediction, RunnerUp
 
 MIB = 2**20
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gemini import _C
-from gemini.chunk import CPU
+from gemini.chunk.cpu_memory import CPU
 from gemini.errors import StateError
 from gemini.model.ddp import GeminiDDP
 from gemini.optim import GeminiOptimizer, HybridAdam

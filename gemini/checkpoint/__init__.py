@@ -3,7 +3,6 @@ absent.
 """
 
 from gemini.checkpoint.async_saving import SaveHandle, save_async
-from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.directory import latest
 from gemini.checkpoint.loading import CheckpointReader, is_complete, load
 from gemini.checkpoint.saving import new_checkpoint, save
@@ -13,7 +12,6 @@ __all__ = [
     "CheckpointReader",
     "Rank",
     "SaveHandle",
-    "Scheduler",
     "is_complete",
     "latest",
     "load",

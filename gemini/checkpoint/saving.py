@@ -50,8 +50,8 @@ from gemini.checkpoint.tensor_file import (
     settled,
     write_tensors,
 )
-from gemini.chunk import Chunk, CutChunk
-from gemini.chunk.chunk import StateSpec
+from gemini.chunk import Chunk
+from gemini.chunk.chunk import CutChunk, StateSpec
 from gemini.comm.ranks import Rank
 from gemini.errors import CheckpointError, ConfigError, IoError
 from gemini.model.handle import ManagedModel

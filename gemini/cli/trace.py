@@ -31,8 +31,8 @@ from gemini.jobs.gpt.config import TrainConfig
 from gemini.model.ddp import GeminiDDP
 from gemini.system.config import format_bytes
 from gemini.system.files import io_errors
-from gemini.timeline import StepSummary, TimelineRecorder
-from gemini.timeline.summary import LINK_TITLES, PART_TITLES, parts, seconds_text
+from gemini.timeline.event_recorder import TimelineRecorder
+from gemini.timeline.summary import LINK_TITLES, PART_TITLES, StepSummary, parts, seconds_text
 
 EPILOG = """\
 examples:

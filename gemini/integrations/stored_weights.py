@@ -22,7 +22,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from gemini import _C
-from gemini.chunk import Chunk, CutChunk
+from gemini.chunk import Chunk
+from gemini.chunk.chunk import CutChunk
 from gemini.chunk.manager import Parts
 from gemini.errors import InputError
 from gemini.integrations.safetensors_files import SafetensorsFiles, StoredTensor

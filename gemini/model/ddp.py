@@ -31,7 +31,7 @@ from gemini.runtime.build import build_runtime
 from gemini.runtime.config import GeminiConfig, open_device, prepared
 from gemini.runtime.gate.guards import in_one_thread
 from gemini.runtime.intercept.tensors import ManagedTensor
-from gemini.timeline import TimelineRecorder
+from gemini.timeline.event_recorder import TimelineRecorder
 
 T = TypeVar("T")
 

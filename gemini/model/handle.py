@@ -46,7 +46,7 @@ from gemini.runtime.storage.gradient import SlotGradient
 from gemini.runtime.storage.model_storage import ManagedSlot, ModelStorage, slot_of
 from gemini.sharding.rounds import Joining
 from gemini.system.config import format_bytes
-from gemini.timeline import TimelineRecorder
+from gemini.timeline.event_recorder import TimelineRecorder
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -17,7 +17,7 @@ import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
 from gemini import _C
-from gemini.chunk import CutChunk
+from gemini.chunk.chunk import CutChunk
 from gemini.comm.peers import Peers, Topic
 from gemini.errors import ConfigError, StateError
 from gemini.model.handle import ManagedModel

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from gemini.chunk import ChunkManager, CutChunk
-from gemini.chunk.chunk import StateSpec, host_tensor
+from gemini.chunk import ChunkManager
+from gemini.chunk.chunk import CutChunk, StateSpec, host_tensor
 from gemini.errors import StateError
 from gemini.optim.kernels import AdamHyper, AdamRow, AdamStep, GradScale, run_rows
 from gemini.optim.rule import Part, UpdateRule, UpdateStep

@@ -15,7 +15,8 @@ from statistics import median
 from typing import Any
 
 from gemini import _C
-from gemini.chunk import CPU, TierBudgets
+from gemini.chunk import TierBudgets
+from gemini.chunk.cpu_memory import CPU
 from gemini.chunk.memory import AnyMemory, ComputeDevice
 from gemini.errors import ConfigError, IoError, OutOfBudgetError
 from gemini.memstats.trace import LinkSpeed

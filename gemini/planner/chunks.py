@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from gemini.chunk import CPU
+from gemini.chunk.cpu_memory import CPU
 from gemini.comm.peers import Share
 from gemini.placement.policies import ModelDataSize, TierCapacity, missing_bytes
 from gemini.runtime.build import draw_blueprint

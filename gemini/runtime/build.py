@@ -19,7 +19,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from gemini.chunk import CPU, ChunkManager, TierBudgets, search_chunk_size
+from gemini.chunk import ChunkManager, TierBudgets, search_chunk_size
+from gemini.chunk.cpu_memory import CPU
 from gemini.chunk.layout import ChunkLayout, SearchResult, page_elements
 from gemini.chunk.memory import ComputeDevice
 from gemini.comm.peers import ModelRanks, OwnExperts, Peers, Share, require_equal

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gemini.chunk import CutChunk
-from gemini.chunk.chunk import ChunkKind
+from gemini.chunk.chunk import ChunkKind, CutChunk
 from gemini.memstats.trace import FORWARD
 from gemini.runtime.storage.model_storage import ChunkGroup, ModelStorage
 

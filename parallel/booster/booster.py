@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from gemini.checkpoint import Scheduler
+from gemini.checkpoint.contents import Scheduler
 from gemini.errors import ConfigError
-from gemini.parallel.booster import checkpoint as files
+from gemini.parallel.booster.checkpoint import optimizer_files, writing
+from gemini.parallel.booster.checkpoint.sources import Names, parameter_names
 from gemini.parallel.booster.mixed_precision import MixedPrecision, choose_precision
 from gemini.parallel.booster.plugin import Plugin, TorchDDPPlugin
 from gemini.parallel.booster.plugin.base import Criterion
@@ -39,12 +40,12 @@ class _Names:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = ref(model)
-        self._names = files.parameter_names(model)
+        self._names = parameter_names(model)
 
-    def now(self) -> files.Names:
+    def now(self) -> Names:
         model = self._model()
         if model is not None:
-            self._names |= files.parameter_names(model)
+            self._names |= parameter_names(model)
         return self._names
 
 
@@ -206,8 +207,8 @@ class Booster:
             IoError: the files cannot be written.
             CheckpointError: the model holds something that a file cannot.
         """
-        layout = files.layout(shard, prefix, size_per_shard)
-        files.require_true("gather_dtensor", gather_dtensor, "files hold whole tensors")
+        layout = writing.layout(shard, prefix, size_per_shard)
+        writing.require_true("gather_dtensor", gather_dtensor, "files hold whole tensors")
         if not use_safetensors and not self._warned_of_pickle and self.plugin.ranks.is_first:
             self._warned_of_pickle = True
             logger.warning(
@@ -247,8 +248,8 @@ class Booster:
         stages and parts of other sizes, and by the other plugins with an optimizer of the same kind.
         """
         names = self._require_boosted(optimizer)
-        layout = files.layout(shard, prefix, size_per_shard)
-        files.require_true("gather_dtensor", gather_dtensor, "files hold whole tensors")
+        layout = writing.layout(shard, prefix, size_per_shard)
+        writing.require_true("gather_dtensor", gather_dtensor, "files hold whole tensors")
         self.plugin.save_optimizer(optimizer, names, checkpoint, layout)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
@@ -263,7 +264,7 @@ class Booster:
 
     def save_lr_scheduler(self, lr_scheduler: Scheduler, checkpoint: Path) -> None:
         """Write the scheduler's state to a file. All ranks must call it; the first one writes."""
-        files.save_scheduler(lr_scheduler, checkpoint, self.plugin.ranks)
+        optimizer_files.save_scheduler(lr_scheduler, checkpoint, self.plugin.ranks)
 
     def load_lr_scheduler(self, lr_scheduler: Scheduler, checkpoint: Path) -> None:
         """Read the file of :meth:`save_lr_scheduler`. All ranks must call it.
@@ -271,14 +272,14 @@ class Booster:
         Raises:
             CheckpointError: it is damaged, here or on another rank; nothing was changed.
         """
-        files.load_scheduler(lr_scheduler, checkpoint, self.plugin.ranks)
+        optimizer_files.load_scheduler(lr_scheduler, checkpoint, self.plugin.ranks)
 
     # -- internal --------------------------------------------------------------------------------
 
     def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
         return self._models[model]() if model in self._models else None
 
-    def _require_boosted(self, optimizer: torch.optim.Optimizer) -> files.Names:
+    def _require_boosted(self, optimizer: torch.optim.Optimizer) -> Names:
         return self._names_of(optimizer).now()
 
     def _names_of(self, optimizer: torch.optim.Optimizer) -> _Names:

@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from gemini.errors import ConfigError
-from gemini.parallel.launch import LAYERS, MODELS, ParallelMode, Registry, get_dist_logger, global_context
+from gemini.parallel.launch import LAYERS, MODELS, ParallelMode, get_dist_logger, global_context
 from gemini.parallel.launch.config import read_config
+from gemini.parallel.launch.registry import Registry
 from gemini.parallel.pipeline.layers import stretch_of
 
 _POLICIES = {"layer": "uniform", "parameter": "balanced"}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.checkpoint import Scheduler
+from gemini.checkpoint.contents import Scheduler
 from gemini.errors import CheckpointError, ConfigError
 from gemini.parallel.booster.ranks import Ranks
 from gemini.parallel.engine.initialize import partition_of_layers

@@ -21,7 +21,6 @@ from gemini.parallel.launch.registry import (
     LAYERS,
     MODELS,
     ProcessGroupInitializer,
-    Registry,
 )
 
 __all__ = [
@@ -35,7 +34,6 @@ __all__ = [
     "DistributedLogger",
     "ParallelMode",
     "ProcessGroupInitializer",
-    "Registry",
     "disable_existing_loggers",
     "get_default_parser",
     "get_dist_logger",

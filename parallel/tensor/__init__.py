@@ -11,7 +11,6 @@ from gemini.parallel.tensor.styles import (
     Head,
     PartialGradient,
     Row,
-    Style,
     TorchAttention,
     Vocabulary,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "Head",
     "PartialGradient",
     "Row",
-    "Style",
     "TorchAttention",
     "Vocabulary",
     "nn",

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from gemini.parallel.zero.model import LowLevelZeroModel
 from gemini.parallel.zero.optimizer import LowLevelZeroOptimizer
-from gemini.parallel.zero.state import StateShard
 
 __all__ = [
     "LowLevelZeroModel",
     "LowLevelZeroOptimizer",
-    "StateShard",
 ]

@@ -21,7 +21,6 @@ from gemini.parallel.launch import (
     DistCoordinator,
     ParallelMode,
     ProcessGroupInitializer,
-    Registry,
     disable_existing_loggers,
     get_default_parser,
     get_dist_logger,
@@ -35,6 +34,7 @@ from gemini.parallel.launch import (
 from gemini.parallel.launch import global_context as gpc
 from gemini.parallel.launch.config import read_config
 from gemini.parallel.launch.launching import OPENMPI, SLURM, TORCHRUN, Place
+from gemini.parallel.launch.registry import Registry
 
 LAUNCHES = [launch, launch_from_torch, launch_from_slurm, launch_from_openmpi]
 

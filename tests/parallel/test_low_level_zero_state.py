@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from zero_models import adamw, assert_same, loss_of, odd_net, tokens_of, train, train_plain, weights
 
 from gemini import ConfigError, CPUAdam
-from gemini.parallel.zero import LowLevelZeroOptimizer, StateShard
+from gemini.parallel.zero import LowLevelZeroOptimizer
+from gemini.parallel.zero.state import StateShard
 
 TOLERANCE = 2e-6
 

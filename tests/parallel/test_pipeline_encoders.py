@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from gemini import ConfigError, CPUAdam
 from gemini.parallel import Booster, HybridParallelPlugin
-from gemini.parallel.pipeline import split
 from gemini.parallel.pipeline.batches import cut_batch
 from gemini.parallel.pipeline.engine import Engine
 from gemini.parallel.pipeline.orders import Action, Kind, Order, make_order
+from gemini.parallel.pipeline.split import split
 from gemini.parallel.pipeline.units import find_units
 
 pytest.importorskip("transformers", reason="models of transformers")

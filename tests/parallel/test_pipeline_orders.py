@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from gemini.errors import ConfigError
-from gemini.parallel.pipeline import Costs, make_order, partition_balanced, partition_uniform, simulate
+from gemini.parallel.pipeline import Costs, make_order, partition_uniform, simulate
+from gemini.parallel.pipeline.layers import partition_balanced
 from gemini.parallel.pipeline.orders import SCHEDULES, Kind
 
 P = 4

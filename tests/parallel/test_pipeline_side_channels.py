@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from gemini import ConfigError, GeminiDDP
-from gemini.parallel.pipeline import split
 from gemini.parallel.pipeline.containers import tensor_paths
 from gemini.parallel.pipeline.remote_modules import RemoteModule, meta_copy_of
-from gemini.parallel.pipeline.split import StagedModel, choose_ranges
+from gemini.parallel.pipeline.split import StagedModel, choose_ranges, split
 from gemini.parallel.pipeline.stage_pass import StageInputs, StagePass
 from gemini.parallel.pipeline.units import find_units
 

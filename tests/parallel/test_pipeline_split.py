@@ -14,8 +14,7 @@ from tensor_harness import WIDTH, Language
 from torch import Tensor, nn
 
 from gemini.errors import ConfigError
-from gemini.parallel.pipeline import split
-from gemini.parallel.pipeline.split import StagedModel, choose_ranges
+from gemini.parallel.pipeline.split import StagedModel, choose_ranges, split
 from gemini.parallel.pipeline.stage_pass import StageInputs
 from gemini.parallel.pipeline.units import find_units
 

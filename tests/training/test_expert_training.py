@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import gemini
 from gemini import GeminiDDP, GeminiOptimizer, HybridAdam
 from gemini.checkpoint import load, save
-from gemini.chunk import CutChunk
+from gemini.chunk.chunk import CutChunk
 from gemini.optim.chunk_update import ChunkUpdate
 
 ARRAYS = ("grouped", "one_by_one", "gathered")

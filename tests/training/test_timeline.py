@@ -29,8 +29,8 @@ from training_harness import (
 
 from gemini import GeminiDDP
 from gemini.errors import StateError
-from gemini.timeline import Timeline, TimelineRecorder
-from gemini.timeline.events import Transfer, computing
+from gemini.timeline.event_recorder import TimelineRecorder
+from gemini.timeline.events import Timeline, Transfer, computing
 
 CLIPPED = Recipe(steps=6, accumulate=2, clip=("norm", 0.1))
 

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini.chunk import CPU, TierBudgets
+from gemini.chunk import TierBudgets
+from gemini.chunk.cpu_memory import CPU
 from gemini.chunk.gpu_memory import SimulatedDevice
 from gemini.errors import IoError
 from gemini.memstats.trace import LinkSpeed

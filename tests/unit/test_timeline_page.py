@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from timeline_samples import NAMES, long_timeline, timelines
 
-from gemini.timeline import Timeline
+from gemini.timeline.events import Timeline
 from gemini.timeline.page import embed, page_data, to_html
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from timeline_samples import long_timeline, timelines
 
 from gemini.errors import IoError
-from gemini.timeline import Timeline, summarize
 from gemini.timeline.chrome import save_chrome, to_chrome
-from gemini.timeline.events import Transfer, Wait, common_module, in_turn
-from gemini.timeline.summary import common_length, length, merged, parts
+from gemini.timeline.events import Timeline, Transfer, Wait, common_module, in_turn
+from gemini.timeline.summary import common_length, length, merged, parts, summarize
 from gemini.timeline.timeline_builder import explain_waits
 
 SPAN = st.tuples(st.integers(0, 30), st.integers(0, 9)).map(lambda span: (span[0], sum(span)))

@@ -17,7 +17,7 @@ from gemini.errors import ConfigError
 from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.gpt.task import record_training
 from gemini.jobs.run.display import SilentDisplay
-from gemini.timeline import TimelineRecorder
+from gemini.timeline.event_recorder import TimelineRecorder
 
 TINY = [
     "--layers",

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from gemini.timeline import Timeline
-from gemini.timeline.events import LINKS, Fill, Operator, Phase, StepSpan, Transfer, Update, Wait, WaitShare
+from gemini.timeline.events import (
+    LINKS,
+    Fill,
+    Operator,
+    Phase,
+    StepSpan,
+    Timeline,
+    Transfer,
+    Update,
+    Wait,
+    WaitShare,
+)
 
 KIND_OF = {"h2d": "fetch", "d2h": "evict", "disk_read": "load", "disk_write": "spill"}
 NAMES = st.text(max_size=20) | st.sampled_from(["</script><b>", "<!--DATA-->", "\u2028", '"\\', "&lt;"])

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.checkpoint import CheckpointReader, Scheduler, contents, new_checkpoint, plain_data
+from gemini.checkpoint import CheckpointReader, contents, new_checkpoint, plain_data
+from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.loading import agree_on_damage, with_newest
 from gemini.checkpoint.saving import SHARD_BYTES, CheckpointWriter, checked_shard_bytes, file_shards
 from gemini.checkpoint.sealed_file import DamagedError

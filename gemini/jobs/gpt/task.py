@@ -19,7 +19,7 @@ from gemini.jobs.run.trackers import parse_trackers
 from gemini.jobs.run.training import RunOptions, StopRequest, lr_schedule
 from gemini.jobs.run.verify import WeightFile
 from gemini.system.device import repeatable_operators, resolve_device
-from gemini.timeline import TimelineRecorder
+from gemini.timeline.event_recorder import TimelineRecorder
 
 EngineFactory = Callable[[TrainConfig], TieredEngine]
 

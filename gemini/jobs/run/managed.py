@@ -16,7 +16,7 @@ from gemini.model.ddp import GeminiDDP
 from gemini.model.handle import handle_of
 from gemini.model.in_place import InPlace
 from gemini.optim import GeminiOptimizer
-from gemini.timeline import TimelineRecorder
+from gemini.timeline.event_recorder import TimelineRecorder
 
 
 class Tiered(Protocol):

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from gemini.chunk import CPU
 from gemini.chunk.chunk import ChunkKind, ChunkSpec, StateSpec, num_blocks, whole_blocks
+from gemini.chunk.cpu_memory import CPU
 from gemini.chunk.layout import CHUNK_ALIGN_BYTES, ChunkLayout, TensorSlot, round_up
 from gemini.comm.peers import CUT_NUMEL, Share
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from gemini.chunk import CutChunk
+from gemini.chunk.chunk import CutChunk
 from gemini.memstats.trace import LinkSpeed
 from gemini.runtime.storage.model_storage import ChunkGroup
 

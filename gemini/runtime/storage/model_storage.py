@@ -12,8 +12,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from gemini.chunk import CPU, Chunk, ChunkManager, CutChunk, TierBudgets
-from gemini.chunk.chunk import BLOCK_NUMEL, ChunkKind, ChunkSpec, StateSpec, num_blocks
+from gemini.chunk import Chunk, ChunkManager, TierBudgets
+from gemini.chunk.chunk import BLOCK_NUMEL, ChunkKind, ChunkSpec, CutChunk, StateSpec, num_blocks
+from gemini.chunk.cpu_memory import CPU
 from gemini.chunk.layout import TensorSlot
 from gemini.comm.peers import Share
 from gemini.errors import ConfigError, StateError

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from gemini.checkpoint import Scheduler, contents, plain_data
+from gemini.checkpoint import contents, plain_data
+from gemini.checkpoint.contents import Scheduler
 from gemini.checkpoint.sealed_file import making_sense_of
 from gemini.errors import CheckpointError, ConfigError, in_words
 from gemini.optim.gemini_optimizer import GeminiOptimizer

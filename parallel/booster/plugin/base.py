@@ -14,7 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from gemini.errors import ConfigError
-from gemini.parallel.booster import checkpoint as files
+from gemini.parallel.booster.checkpoint import model_files, optimizer_files
+from gemini.parallel.booster.checkpoint.sources import Names
+from gemini.parallel.booster.checkpoint.writing import FileLayout
 from gemini.parallel.booster.distributed_loader import prepare_dataloader
 from gemini.parallel.booster.mixed_precision import (
     FP16NaiveMixedPrecision,
@@ -84,10 +86,10 @@ class Plugin(ABC):
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         checkpoint: Path,
-        layout: files.FileLayout,
+        layout: FileLayout,
     ) -> None:
         """Write the weights of a model, boosted or not; see :meth:`Booster.save_model`."""
-        files.save_model(model, optimizer, checkpoint, layout, self.ranks)
+        model_files.save_model(model, optimizer, checkpoint, layout, self.ranks)
 
     def load_model(
         self,
@@ -99,19 +101,19 @@ class Plugin(ABC):
         strict: bool,
     ) -> None:
         """Read weights into a model; ``ranks``: None if it is not boosted. See :meth:`Booster.load_model`."""
-        files.load_model(model, optimizer, checkpoint, ranks, strict=strict)
+        model_files.load_model(model, optimizer, checkpoint, ranks, strict=strict)
 
     def save_optimizer(
-        self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path, layout: files.FileLayout
+        self, optimizer: torch.optim.Optimizer, names: Names, checkpoint: Path, layout: FileLayout
     ) -> None:
         """Write the state of a boosted optimizer; see :meth:`Booster.save_optimizer`. ``names`` are those of
         its parameters.
         """
-        files.save_optimizer(optimizer, names, checkpoint, layout, self.ranks)
+        optimizer_files.save_optimizer(optimizer, names, checkpoint, layout, self.ranks)
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path) -> None:
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, names: Names, checkpoint: Path) -> None:
         """Read the state of a boosted optimizer; see :meth:`Booster.load_optimizer`."""
-        files.load_optimizer(optimizer, names, checkpoint, self.ranks)
+        optimizer_files.load_optimizer(optimizer, names, checkpoint, self.ranks)
 
     def prepare_dataloader(
         self,

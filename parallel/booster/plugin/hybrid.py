@@ -31,11 +31,10 @@ from gemini.parallel.layout_plan import LayoutChoices, LayoutPlan, plan_layout
 from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.moe.divide import expert_ranks_of
 from gemini.parallel.partition import Partition, refuse_quantized
-from gemini.parallel.pipeline import Pipeline, Schedule
 from gemini.parallel.pipeline.batches import contents_of, refuse_different
 from gemini.parallel.pipeline.built_stages import BuiltStages, join_stages
 from gemini.parallel.pipeline.orders import SCHEDULES, ranks_of_stages, unknown_schedule
-from gemini.parallel.pipeline.pipeline import Executed
+from gemini.parallel.pipeline.pipeline import Executed, Pipeline, Schedule
 from gemini.parallel.pipeline.remote_modules import RemoteModule, meta_copy_of
 from gemini.parallel.pipeline.split import Split, StagedModel, choose_ranges, split
 from gemini.parallel.pipeline.tied_weights import TiedWeights

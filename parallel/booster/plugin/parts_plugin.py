@@ -11,7 +11,6 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from gemini.parallel.booster import checkpoint as files
 from gemini.parallel.booster.checkpoint.optimizer_files import OptimizerContents
 from gemini.parallel.booster.checkpoint.parts import (
     Parts,
@@ -28,7 +27,8 @@ from gemini.parallel.booster.checkpoint.parts_of_optimizer import (
     states_of_part,
     whole_states,
 )
-from gemini.parallel.booster.checkpoint.sources import ModelContents
+from gemini.parallel.booster.checkpoint.sources import ModelContents, Names, parameter_names
+from gemini.parallel.booster.checkpoint.writing import FileLayout
 from gemini.parallel.booster.plugin.base import Path, Plugin
 from gemini.parallel.booster.ranks import Ranks
 from gemini.parallel.expert_ranks import checked_ep_size
@@ -75,7 +75,7 @@ class PartsPlugin(Plugin):
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         checkpoint: Path,
-        layout: files.FileLayout,
+        layout: FileLayout,
     ) -> None:
         """See :class:`Plugin`: whole tensors, under the names of the whole model."""
         parts = self.parts.get(model) or parts_of(model)
@@ -93,7 +93,7 @@ class PartsPlugin(Plugin):
     def whole_states(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerContents:
         """Return what :meth:`save_optimizer` writes of the ``optimizer`` that was boosted with ``model``, as
         :meth:`whole_contents` does."""
-        states = states_of_part(optimizer, files.parameter_names(model))
+        states = states_of_part(optimizer, parameter_names(model))
         return whole_states(states, self.parts[model], self.ranks)
 
     def load_states(
@@ -105,7 +105,7 @@ class PartsPlugin(Plugin):
     ) -> None:
         """Have ``optimizer``, boosted with ``model``, take over this rank's part of what ``opened`` returns.
         All ranks call this. Raises CheckpointError where it was made for another model."""
-        states = states_of_part(optimizer, files.parameter_names(model))
+        states = states_of_part(optimizer, parameter_names(model))
         load_own_states(states, self.parts[model], opened, checkpoint, self.ranks)
 
     def load_model(
@@ -125,7 +125,7 @@ class PartsPlugin(Plugin):
         load_parts(model, optimizer, parts, checkpoint, self.ranks, strict=strict)
 
     def save_optimizer(
-        self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path, layout: files.FileLayout
+        self, optimizer: torch.optim.Optimizer, names: Names, checkpoint: Path, layout: FileLayout
     ) -> None:
         """See :class:`Plugin`: whole tensors, under the names of the whole model."""
         if (parts := self._parts_of.get(optimizer)) is None or parts.is_whole:
@@ -134,7 +134,7 @@ class PartsPlugin(Plugin):
         states = states_of_part(optimizer, names)
         save_parts_of_optimizer(states, parts, checkpoint, layout, self.ranks)
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path) -> None:
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, names: Names, checkpoint: Path) -> None:
         """See :class:`Plugin`: each rank reads its own part of whole tensors."""
         if (parts := self._parts_of.get(optimizer)) is None or parts.is_whole:
             super().load_optimizer(optimizer, names, checkpoint)

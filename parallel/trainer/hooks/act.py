@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from gemini.checkpoint import Scheduler
+from gemini.checkpoint.contents import Scheduler
 from gemini.errors import ConfigError
 from gemini.parallel.engine import save_checkpoint
 from gemini.parallel.launch import global_context
