@@ -134,17 +134,20 @@ void AsyncFile::grow(int64_t nbytes) {
   size_ = parts_->file.size();
 }
 
-AsyncFile::Ticket AsyncFile::read(void* buffer, int64_t nbytes, int64_t offset) {
+AsyncFile::Ticket AsyncFile::read(void* buffer, int64_t nbytes, int64_t offset,
+                                  RequestQueue::Done done) {
   process_.require("this AsyncFile");
   check_range(nbytes, offset);
-  return submit(IoKind::kRead, {{buffer, static_cast<size_t>(nbytes)}}, offset);
+  return submit(IoKind::kRead, {{buffer, static_cast<size_t>(nbytes)}}, offset, std::move(done));
 }
 
-AsyncFile::Ticket AsyncFile::write(const void* buffer, int64_t nbytes, int64_t offset) {
+AsyncFile::Ticket AsyncFile::write(const void* buffer, int64_t nbytes, int64_t offset,
+                                   RequestQueue::Done done) {
   process_.require("this AsyncFile");
   check_range(nbytes, offset);
   // One type serves both directions; a piece that writes only reads its buffer.
-  return submit(IoKind::kWrite, {{const_cast<void*>(buffer), static_cast<size_t>(nbytes)}}, offset);
+  return submit(IoKind::kWrite, {{const_cast<void*>(buffer), static_cast<size_t>(nbytes)}}, offset,
+                std::move(done));
 }
 
 AsyncFile::Ticket AsyncFile::readv(const std::vector<iovec>& areas, int64_t offset) {
@@ -180,9 +183,10 @@ void AsyncFile::check_alignment(const std::vector<iovec>& areas, int64_t offset)
   }
 }
 
-AsyncFile::Ticket AsyncFile::submit(IoKind kind, const std::vector<iovec>& areas, int64_t offset) {
+AsyncFile::Ticket AsyncFile::submit(IoKind kind, const std::vector<iovec>& areas, int64_t offset,
+                                    RequestQueue::Done done) {
   check_alignment(areas, offset);
-  const Ticket ticket = parts_->queue.push(cut(kind, areas, offset));
+  const Ticket ticket = parts_->queue.push(cut(kind, areas, offset), std::move(done));
   parts_->backend->wake();
   return ticket;
 }

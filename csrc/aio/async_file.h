@@ -55,8 +55,11 @@ class AsyncFile {
   // Start a transfer. When `direct()`, addresses, sizes and `offset` must be multiples of 4096;
   // with checksums sizes and `offset`. Throw StateError for a range outside the file, a violated
   // alignment, or a closed file.
-  [[nodiscard]] Ticket read(void* buffer, int64_t nbytes, int64_t offset);
-  [[nodiscard]] Ticket write(const void* buffer, int64_t nbytes, int64_t offset);
+  // `done`, if set, is called by the thread that ends the transfer; see RequestQueue::push.
+  [[nodiscard]] Ticket read(void* buffer, int64_t nbytes, int64_t offset,
+                            RequestQueue::Done done = nullptr);
+  [[nodiscard]] Ticket write(const void* buffer, int64_t nbytes, int64_t offset,
+                             RequestQueue::Done done = nullptr);
   // The same between consecutive bytes of the file and several areas of memory, in their order.
   [[nodiscard]] Ticket readv(const std::vector<iovec>& areas, int64_t offset);
   [[nodiscard]] Ticket writev(const std::vector<iovec>& areas, int64_t offset);
@@ -97,7 +100,8 @@ class AsyncFile {
  private:
   struct Parts;  // the state that threads use
 
-  [[nodiscard]] Ticket submit(IoKind kind, const std::vector<iovec>& areas, int64_t offset);
+  [[nodiscard]] Ticket submit(IoKind kind, const std::vector<iovec>& areas, int64_t offset,
+                              RequestQueue::Done done = nullptr);
   void check_range(int64_t nbytes, int64_t offset) const;
   void check_alignment(const std::vector<iovec>& areas, int64_t offset) const;
   [[nodiscard]] std::vector<IoPiece> cut(IoKind kind, const std::vector<iovec>& areas,

@@ -26,14 +26,15 @@ RequestQueue::RequestQueue(std::string path, bool whole_pages, std::shared_ptr<I
       hook_(std::move(hook)),
       steps_(std::move(steps)) {}
 
-RequestQueue::Ticket RequestQueue::push(std::vector<IoPiece> pieces) {
+RequestQueue::Ticket RequestQueue::push(std::vector<IoPiece> pieces, Done done) {
   Ticket ticket = 0;
   {
     const Lock lock(mutex_);
     if (closed_) throw StateError(path_ + " is closed");
     ticket = next_ticket_++;
     if (pieces.empty()) return ticket;
-    in_flight_.emplace(ticket, Progress{static_cast<int64_t>(pieces.size()), nullptr});
+    in_flight_.emplace(ticket,
+                       Progress{static_cast<int64_t>(pieces.size()), nullptr, std::move(done)});
     for (IoPiece& piece : pieces) {
       piece.ticket = ticket;
       waiting_.push_back(std::move(piece));
@@ -44,24 +45,29 @@ RequestQueue::Ticket RequestQueue::push(std::vector<IoPiece> pieces) {
   return ticket;
 }
 
-bool RequestQueue::take_waiting(IoPiece& piece, IfEmpty if_empty) {
+RequestQueue::Taken RequestQueue::take_waiting(IoPiece& piece, IfEmpty if_empty) {
   const Lock lock(mutex_);
-  for (;;) {
-    while (if_empty == IfEmpty::kWait && !stopping_ && waiting_.empty()) piece_ready_.wait(mutex_);
-    if (waiting_.empty()) return false;
-    piece = std::move(waiting_.front());
-    waiting_.pop_front();
-    num_waiting_ = static_cast<int64_t>(waiting_.size());
-    // Do not spend device time on the rest of a failed transfer.
-    if (!in_flight_.at(piece.ticket).error) return true;
-    finish_locked(piece, nullptr);
-  }
+  while (if_empty == IfEmpty::kWait && !stopping_ && waiting_.empty()) piece_ready_.wait(mutex_);
+  if (waiting_.empty()) return Taken::kNothing;
+  piece = std::move(waiting_.front());
+  waiting_.pop_front();
+  num_waiting_ = static_cast<int64_t>(waiting_.size());
+  return in_flight_.at(piece.ticket).error ? Taken::kPieceOfFailed : Taken::kPiece;
 }
 
 bool RequestQueue::take(IoPiece& piece, IfEmpty if_empty) {
-  if (!take_waiting(piece, if_empty)) return false;
-  if (steps_.prepare) steps_.prepare(piece);
-  return true;
+  for (;;) {
+    switch (take_waiting(piece, if_empty)) {
+      case Taken::kNothing:
+        return false;
+      case Taken::kPieceOfFailed:
+        finish(piece, nullptr);  // do not spend device time on it
+        continue;
+      case Taken::kPiece:
+        if (steps_.prepare) steps_.prepare(piece);
+        return true;
+    }
+  }
 }
 
 int64_t RequestQueue::allowed(const IoPiece& piece) {
@@ -105,23 +111,27 @@ void RequestQueue::fail(const IoPiece& piece, int code, const std::string& why) 
                                                 why + doing + left + " of")));
 }
 
-void RequestQueue::finish(const IoPiece& piece, const std::exception_ptr& error) {
-  const Lock lock(mutex_);
-  if (!error) {
-    ++stats_.requests;
-    (piece.is_write() ? stats_.bytes_written : stats_.bytes_read) += piece.nbytes;
+void RequestQueue::finish(const IoPiece& piece, std::exception_ptr error) {
+  Progress ended;
+  {
+    const Lock lock(mutex_);
+    if (!error && piece.done_bytes == piece.nbytes) {  // else it was not attempted
+      ++stats_.requests;
+      (piece.is_write() ? stats_.bytes_written : stats_.bytes_read) += piece.nbytes;
+    }
+    const auto found = in_flight_.find(piece.ticket);
+    Progress& progress = found->second;
+    // Moved while locked: a copy that this thread released later would race with the callback.
+    if (error && !progress.error) progress.error = std::move(error);
+    if (--progress.pieces_left > 0) return;
+    ended = std::move(progress);
+    in_flight_.erase(found);
+    if (ended.error && !ended.done) {
+      failed_.emplace(piece.ticket, Failure{ended.error, false});
+    }
+    ticket_done_.notify_all();
   }
-  finish_locked(piece, error);
-}
-
-void RequestQueue::finish_locked(const IoPiece& piece, const std::exception_ptr& error) {
-  const auto found = in_flight_.find(piece.ticket);
-  Progress& progress = found->second;
-  if (error && !progress.error) progress.error = error;
-  if (--progress.pieces_left > 0) return;
-  if (progress.error) failed_.emplace(piece.ticket, Failure{progress.error, false});
-  in_flight_.erase(found);
-  ticket_done_.notify_all();
+  if (ended.done) ended.done(ended.error);
 }
 
 void RequestQueue::require_issued(Ticket ticket) const {

@@ -29,6 +29,9 @@ struct QueueStats {
 class RequestQueue {
  public:
   using Ticket = uint64_t;  // unique per queue, never 0
+  // Called once, with the error or nullptr, on the thread that ends the last piece. It holds no
+  // lock of the queue, and must not throw.
+  using Done = std::function<void(const std::exception_ptr&)>;
   // Called around the execution of a piece, on the backend's thread: before the first attempt, and
   // after all of it was transferred. An exception returned by `complete` makes the piece fail.
   struct Steps {
@@ -39,8 +42,10 @@ class RequestQueue {
   // `whole_pages`: O_DIRECT, which can continue only at page boundaries. `hook` may be null.
   RequestQueue(std::string path, bool whole_pages, std::shared_ptr<IoHook> hook, Steps steps);
 
-  // Queues a transfer; without pieces its ticket is done at once. Throws StateError if closed.
-  [[nodiscard]] Ticket push(std::vector<IoPiece> pieces);
+  // Queues a transfer; without pieces its ticket is done at once, and `done` is not called. If
+  // `done` is set it gets the ticket's error, which `wait` and `wait_all` then do not throw. Throws
+  // StateError if closed.
+  [[nodiscard]] Ticket push(std::vector<IoPiece> pieces, Done done = nullptr);
   [[nodiscard]] bool done(Ticket ticket) const;
   void wait(Ticket ticket);
   void wait_all();
@@ -72,16 +77,17 @@ class RequestQueue {
   struct Progress {
     int64_t pieces_left;
     std::exception_ptr error;  // the first one
+    Done done;                 // may be empty
   };
   struct Failure {
     std::exception_ptr error;
     bool reported;
   };
 
-  [[nodiscard]] bool take_waiting(IoPiece& piece, IfEmpty if_empty);
+  enum class Taken { kNothing, kPiece, kPieceOfFailed };
+  [[nodiscard]] Taken take_waiting(IoPiece& piece, IfEmpty if_empty);
   [[nodiscard]] int64_t usable(const IoPiece& piece, int64_t result) const;
-  void finish(const IoPiece& piece, const std::exception_ptr& error);
-  void finish_locked(const IoPiece& piece, const std::exception_ptr& error) GEMINI_REQUIRES(mutex_);
+  void finish(const IoPiece& piece, std::exception_ptr error);
   void require_issued(Ticket ticket) const GEMINI_REQUIRES(mutex_);
 
   const std::string path_;

@@ -39,7 +39,24 @@ struct SourceFiles::State {
   struct Progress {
     int64_t pieces_left = 0;
     std::exception_ptr error = nullptr;  // the first one
+    Done done = nullptr;                 // may be empty
   };
+
+  // Counts a piece as read, and calls who waits for its ticket if it was the last one.
+  void finish(Ticket ticket, std::exception_ptr error) {
+    Progress ended;
+    {
+      const Lock lock(mutex);
+      const auto found = tickets.find(ticket);
+      Progress& progress = found->second;
+      if (error && !progress.error) progress.error = std::move(error);
+      if (--progress.pieces_left > 0) return;
+      if (!progress.done) return ticket_done.notify_all();
+      ended = std::move(progress);
+      tickets.erase(found);
+    }
+    ended.done(ended.error);
+  }
 
   Mutex mutex;
   Condition piece_ready;  // a piece was queued, or stopping
@@ -119,7 +136,7 @@ bool SourceFiles::direct() const noexcept {
   return std::ranges::all_of(files_, [](const File& file) { return file.direct; });
 }
 
-SourceFiles::Ticket SourceFiles::read(const std::vector<SourcePart>& parts) {
+SourceFiles::Ticket SourceFiles::read(const std::vector<SourcePart>& parts, Done done) {
   process_.require("this SourceFiles");
   std::vector<Piece> pieces;
   for (const SourcePart& part : parts) {
@@ -142,7 +159,9 @@ SourceFiles::Ticket SourceFiles::read(const std::vector<SourcePart>& parts) {
   const Lock lock(state_->mutex);
   if (state_->closed) throw StateError("this SourceFiles is closed");
   const Ticket ticket = state_->next_ticket++;
-  state_->tickets[ticket].pieces_left = static_cast<int64_t>(pieces.size());
+  if (pieces.empty() && done) return ticket;
+  const auto num_pieces = static_cast<int64_t>(pieces.size());
+  state_->tickets.emplace(ticket, State::Progress{num_pieces, nullptr, std::move(done)});
   for (Piece& piece : pieces) {
     piece.ticket = ticket;
     state_->waiting.push_back(piece);
@@ -188,10 +207,7 @@ void SourceFiles::work() {
     } catch (...) {
       error = std::current_exception();
     }
-    const Lock lock(state.mutex);
-    State::Progress& progress = state.tickets[piece.ticket];
-    if (error && !progress.error) progress.error = error;
-    if (--progress.pieces_left == 0) state.ticket_done.notify_all();
+    state.finish(piece.ticket, std::move(error));
   }
 }
 

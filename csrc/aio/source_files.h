@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -32,6 +33,9 @@ struct SourcePart {
 class SourceFiles {
  public:
   using Ticket = uint64_t;  // never 0
+  // Called once, with the first error or nullptr, by the thread that ends a read. It holds no lock
+  // of this class, and must not throw.
+  using Done = std::function<void(const std::exception_ptr&)>;
 
   // Opens regular files, read-only. Throws IoError, StateError if `paths` is empty, and
   // ThreadError.
@@ -40,8 +44,9 @@ class SourceFiles {
   SourceFiles(const SourceFiles&) = delete;
   SourceFiles& operator=(const SourceFiles&) = delete;
 
-  // Starts to read. Throws StateError for an unknown file, a negative range, or if closed.
-  [[nodiscard]] Ticket read(const std::vector<SourcePart>& parts);
+  // Starts to read. `done`, if set, is called instead of a `wait`, but not if there are no bytes.
+  // Throws StateError for an unknown file, a negative range, or if closed.
+  [[nodiscard]] Ticket read(const std::vector<SourcePart>& parts, Done done = nullptr);
   // Blocks until all parts are read, and throws the first error; call it once for each ticket.
   void wait(Ticket ticket);
   // Waits for started reads and closes the files. Idempotent.

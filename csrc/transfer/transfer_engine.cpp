@@ -40,18 +40,19 @@ struct TransferEngine::Job {
   char* dst = nullptr;        // null for a write to the file
   const char* src = nullptr;  // null for a read from the file
   int64_t nbytes = 0;
-  int64_t offset = 0;                    // in the file
-  SourceFiles* source = nullptr;         // read from this instead of the file, if set
-  std::vector<SourcePart> parts = {};    // of `source`
-  uint64_t file_ticket = 0;              // for disk links, once started
-  std::exception_ptr refusal = nullptr;  // why it could not be started
-  Clock::time_point begin = {};          // once started
+  int64_t offset = 0;                  // in the file
+  SourceFiles* source = nullptr;       // read from this instead of the file, if set
+  std::vector<SourcePart> parts{};     // of `source`
+  Clock::time_point begin{};           // once started
+  bool ended = false;                  // for disk links: reported when those before it are
+  std::exception_ptr error = nullptr;  // once ended
 };
 
 struct TransferEngine::Queue {
   std::deque<Job> jobs;
   std::deque<Job> started;  // for disk links, at the file
   int64_t started_bytes = 0;
+  double last_end_s = 0;  // of the last transfer that was reported
   LinkStats stats;
 };
 
@@ -61,7 +62,7 @@ struct TransferEngine::Worker {
 };
 
 struct TransferEngine::State {
-  std::array<Worker, kNumLinks> workers;
+  std::array<Worker, kNumLinks> workers;  // of links between HOST and DEVICE
   Mutex mutex;
   Condition progress;  // a transfer finished
   std::array<Queue, kNumLinks> queues GEMINI_GUARDED_BY(mutex);
@@ -90,39 +91,73 @@ struct TransferEngine::State {
     shared_until = now;
   }
 
-  // Submits jobs of a disk link to the file, which executes several at once.
-  void start_ready(Link link, AsyncFile* file) GEMINI_REQUIRES(mutex) {
+  // Submits jobs of a disk link to the file, which executes several at once, and reports those that
+  // ended, in order.
+  void advance(TransferEngine& engine, Link link) GEMINI_REQUIRES(mutex) {
     Queue& queue = this->queue(link);
-    while (!queue.jobs.empty()) {
-      Job& job = queue.jobs.front();
-      if (!queue.started.empty() && queue.started_bytes + job.nbytes > kAheadBytes) return;
-      job.begin = Clock::now();
-      try {
-        if (job.source != nullptr) {
-          job.file_ticket = job.source->read(job.parts);
-        } else {
-          job.file_ticket = link == Link::kDiskRead ? file->read(job.dst, job.nbytes, job.offset)
-                                                    : file->write(job.src, job.nbytes, job.offset);
+    for (;;) {
+      if (!queue.started.empty() && queue.started.front().ended) {
+        count_sharing();
+        const Job job = std::move(queue.started.front());
+        queue.started.pop_front();
+        queue.started_bytes -= job.nbytes;
+        report(job, engine.file_);
+      } else if (!queue.jobs.empty() && may_start(queue)) {
+        count_sharing();
+        queue.started.push_back(std::move(queue.jobs.front()));
+        queue.jobs.pop_front();
+        Job& job = queue.started.back();
+        queue.started_bytes += job.nbytes;
+        job.begin = Clock::now();
+        try {
+          job.ended = job.nbytes == 0;  // nobody would report its end
+          engine.start(job);
+        } catch (...) {
+          job.ended = true;
+          job.error = std::current_exception();
         }
-      } catch (...) {
-        job.refusal = std::current_exception();
+      } else {
+        return;
       }
-      count_sharing();
-      queue.started_bytes += job.nbytes;
-      queue.started.push_back(std::move(job));
-      queue.jobs.pop_front();
     }
   }
 
-  // Counts and publishes a result.
-  void report(const Job& job, TransferResult&& result, double busy_seconds) GEMINI_REQUIRES(mutex) {
-    LinkStats& stats = queue(job.link).stats;
-    stats.bytes += result.ok ? job.nbytes : 0;
-    stats.seconds += busy_seconds;
-    ++stats.transfers;
+  static bool may_start(const Queue& queue) {
+    return queue.started.empty() || queue.started_bytes + queue.jobs.front().nbytes <= kAheadBytes;
+  }
+
+  // Counts and publishes the result of a job that has ended.
+  void report(const Job& job, const AsyncFile* file) GEMINI_REQUIRES(mutex) {
+    TransferResult result = result_of(job, file);
+    Queue& queue = this->queue(job.link);
+    queue.stats.bytes += result.ok ? job.nbytes : 0;
+    queue.stats.seconds += result.end_s - std::max(queue.last_end_s, result.begin_s);
+    queue.last_end_s = result.end_s;
+    ++queue.stats.transfers;
     --num_in_flight;
     completions.push_back(std::move(result));
     progress.notify_all();
+  }
+
+  static TransferResult result_of(const Job& job, const AsyncFile* file) {
+    TransferResult result{job.ticket, true, 0, "", 0, ""};
+    result.begin_s = seconds(job.begin);
+    result.end_s = seconds(Clock::now());
+    if (!job.error) return result;
+    result.ok = false;
+    try {
+      std::rethrow_exception(job.error);
+    } catch (const IoError& error) {
+      result.error_code = error.code();
+      result.path = error.path();
+      result.offset = error.offset();
+      result.message = error.what();
+    } catch (const std::exception& error) {
+      result.path = file == nullptr ? "" : file->path();
+      result.offset = job.offset;
+      result.message = error.what();
+    }
+    return result;
   }
 };
 
@@ -143,12 +178,12 @@ const char* link_name(Link link) noexcept {
 TransferEngine::TransferEngine(AsyncFile* file) : file_(file), state_(std::make_unique<State>()) {
   try {
     for (const Link link : kLinks) {
-      state_->worker(link).thread = start_worker("transfers between tiers", [this, link] {
-        is_disk(link) ? work_disk(link) : work(link);
-      });
+      if (is_disk(link)) continue;
+      state_->worker(link).thread =
+          start_worker("transfers between tiers", [this, link] { work(link); });
     }
   } catch (...) {
-    stop_threads();
+    stop();
     throw;
   }
 }
@@ -163,14 +198,18 @@ TransferEngine::~TransferEngine() {
     const Lock lock(state_->mutex);
     for (Queue& queue : state_->queues) queue.jobs.clear();
   }
-  stop_threads();
+  stop();
 }
 
-void TransferEngine::stop_threads() noexcept {
+// Waits for the transfers at the file, which call this engine at their end, and for the workers.
+void TransferEngine::stop() noexcept {
   {
     const Lock lock(state_->mutex);
     state_->closed = true;
     state_->stopping = true;
+    for (const Link link : kLinks) {
+      while (!state_->queue(link).started.empty()) state_->progress.wait(state_->mutex);
+    }
   }
   for (Worker& worker : state_->workers) {
     worker.ready.notify_all();
@@ -185,7 +224,7 @@ void TransferEngine::close() {
     if (state_->closed) return;
     state_->closed = true;
   }
-  stop_threads();
+  stop();
 }
 
 TransferEngine::Ticket TransferEngine::copy(void* dst, const void* src, int64_t nbytes, Link link) {
@@ -233,10 +272,35 @@ TransferEngine::Ticket TransferEngine::submit(Job job) {
     state_->queue(job.link).jobs.push_back(job);
     ++state_->next_ticket;
     ++state_->num_in_flight;
-    if (is_disk(job.link)) state_->start_ready(job.link, file_);
+    if (is_disk(job.link)) state_->advance(*this, job.link);
   }
-  state_->worker(job.link).ready.notify_one();
+  if (!is_disk(job.link)) state_->worker(job.link).ready.notify_one();
   return job.ticket;
+}
+
+void TransferEngine::start(const Job& job) {
+  const auto done = [this, link = job.link, ticket = job.ticket](const std::exception_ptr& error) {
+    end(link, ticket, error);
+  };
+  if (job.source != nullptr) {
+    (void)job.source->read(job.parts, done);
+  } else if (job.link == Link::kDiskRead) {
+    (void)file_->read(job.dst, job.nbytes, job.offset, done);
+  } else {
+    (void)file_->write(job.src, job.nbytes, job.offset, done);
+  }
+}
+
+// Called by a thread of the file. `stop` waits for it.
+void TransferEngine::end(Link link, Ticket ticket, const std::exception_ptr& error) noexcept {
+  State& state = *state_;
+  const Lock lock(state.mutex);
+  std::deque<Job>& started = state.queue(link).started;
+  const auto job = std::find_if(started.begin(), started.end(),
+                                [&](const Job& each) { return each.ticket == ticket; });
+  job->ended = true;
+  job->error = error;
+  state.advance(*this, link);
 }
 
 void TransferEngine::work(Link link) {
@@ -248,68 +312,17 @@ void TransferEngine::work(Link link) {
       Queue& queue = state.queue(link);
       while (!state.stopping && queue.jobs.empty()) state.worker(link).ready.wait(state.mutex);
       if (queue.jobs.empty()) return;
-      job = queue.jobs.front();
+      job = std::move(queue.jobs.front());
       queue.jobs.pop_front();
     }
     job.begin = Clock::now();
-    TransferResult completion = execute(job);
-    const double busy_s = completion.end_s - completion.begin_s;
+    copy_bytes(job);
     const Lock lock(state.mutex);
-    state.report(job, std::move(completion), busy_s);
+    state.report(job, file_);
   }
 }
 
-// Reports transfers of a disk link in order, while the file executes later ones.
-void TransferEngine::work_disk(Link link) {
-  State& state = *state_;
-  double last_s = 0;  // the link has been busy since then, or since its first transfer began
-  for (;;) {
-    Job job;
-    {
-      const Lock lock(state.mutex);
-      Queue& queue = state.queue(link);
-      while (!state.stopping && queue.started.empty()) state.worker(link).ready.wait(state.mutex);
-      if (queue.started.empty()) return;
-      job = queue.started.front();
-    }
-    TransferResult completion = execute(job);
-    const double busy_s = completion.end_s - std::max(last_s, completion.begin_s);
-    last_s = completion.end_s;
-    const Lock lock(state.mutex);
-    Queue& queue = state.queue(link);
-    state.count_sharing();
-    queue.started.pop_front();
-    queue.started_bytes -= job.nbytes;
-    state.start_ready(link, file_);
-    state.report(job, std::move(completion), busy_s);
-  }
-}
-
-// Never throws: this is the border of the worker thread.
-TransferResult TransferEngine::execute(const Job& job) {
-  TransferResult result = outcome(job);
-  result.begin_s = seconds(job.begin);
-  result.end_s = seconds(Clock::now());
-  return result;
-}
-
-TransferResult TransferEngine::outcome(const Job& job) {
-  try {
-    transfer(job);
-    return TransferResult{job.ticket, true, 0, "", 0, ""};
-  } catch (const IoError& error) {
-    return TransferResult{job.ticket,   false,          error.code(),
-                          error.path(), error.offset(), error.what()};
-  } catch (const std::exception& error) {
-    const std::string path = file_ == nullptr ? "" : file_->path();
-    return TransferResult{job.ticket, false, 0, path, job.offset, error.what()};
-  }
-}
-
-void TransferEngine::transfer(const Job& job) {
-  if (job.refusal) std::rethrow_exception(job.refusal);
-  if (job.source != nullptr) return job.source->wait(job.file_ticket);
-  if (is_disk(job.link)) return file_->wait(job.file_ticket);
+void TransferEngine::copy_bytes(const Job& job) {
   for (int64_t begin = 0; begin < job.nbytes && !state_->abandoned; begin += kCopyBytes) {
     const int64_t nbytes = std::min(kCopyBytes, job.nbytes - begin);
     std::memcpy(job.dst + begin, job.src + begin, static_cast<size_t>(nbytes));

@@ -1,5 +1,4 @@
-// TransferEngine: transfers between tiers in the background, with one first-in-first-out worker per
-// link.
+// TransferEngine: transfers between tiers in the background, first in, first out on each link.
 #pragma once
 
 #include <array>
@@ -49,6 +48,10 @@ struct LinkStats {
 // concurrently, so a transfer that overlaps another must wait for its report. Transfers on
 // different links run concurrently.
 //
+// A worker copies for each link between HOST and DEVICE. Transfers of the disk links have no
+// worker: the thread of the file that ends one reports it and starts the next, because every thread
+// that must wake up for a transfer costs processor time.
+//
 // A buffer must stay mapped until `poll` has reported its transfer. Thread-safe. In a forked child
 // every call except the destructor throws StateError.
 class TransferEngine {
@@ -90,12 +93,11 @@ class TransferEngine {
   struct State;
 
   [[nodiscard]] Ticket submit(Job job);
-  void stop_threads() noexcept;
+  void stop() noexcept;
   void work(Link link);
-  void work_disk(Link link);
-  [[nodiscard]] TransferResult execute(const Job& job);
-  [[nodiscard]] TransferResult outcome(const Job& job);
-  void transfer(const Job& job);
+  void copy_bytes(const Job& job);
+  void start(const Job& job);
+  void end(Link link, Ticket ticket, const std::exception_ptr& error) noexcept;
 
   ProcessGuard process_;
   AsyncFile* const file_;         // not owned, may be null

@@ -159,6 +159,35 @@ TEST_P(AsyncFileFaults, RestOfAFailedTransferIsNotExecuted) {
   EXPECT_EQ(calls.load(), 1);
 }
 
+TEST_P(AsyncFileFaults, WhoeverIsCalledGetsTheErrorOnceAndWaitDoesNot) {
+  const TempDir dir;
+  const auto fail = [&](IoKind, int64_t, int64_t position) -> int64_t {
+    return position < kBytes / 2 ? -EIO : 0;
+  };
+  AsyncFile file({dir.path()}, kBytes, small_pieces(GetParam()),
+                 std::make_shared<FaultyHook>(fail));
+  const Buffer data(kBytes, 1);
+  std::mutex mutex;
+  std::vector<int> codes;
+  const auto note = [&](const std::exception_ptr& error) {
+    const std::lock_guard lock(mutex);
+    try {
+      if (error) std::rethrow_exception(error);
+      codes.push_back(0);
+    } catch (const IoError& failure) {
+      codes.push_back(failure.code());
+    }
+  };
+  const auto bad = file.write(data.data(), kBytes, 0, note);
+  file.wait(bad);
+  const auto good = file.write(data.data(), kBytes / 2, kBytes / 2, note);
+  file.wait(good);
+  (void)file.write(data.data(), 0, 0, note);  // done at once
+  file.wait_all();
+  file.close();
+  EXPECT_EQ(codes, (std::vector<int>{EIO, 0}));
+}
+
 TEST_P(AsyncFileFaults, DestructionWhileManyRequestsWaitNeitherHangsNorTouchesMemoryLater) {
   for (int round = 0; round < 20; ++round) {
     const TempDir dir;

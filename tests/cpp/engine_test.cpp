@@ -11,6 +11,7 @@
 #include <mutex>
 #include <random>
 #include <set>
+#include <thread>
 #include <vector>
 
 #include "common/error.h"
@@ -271,6 +272,61 @@ TEST(TransferEngine, DestructionDropsWhatHasNotStarted) {
   (void)engine->copy(&to, &from, 1, Link::kDeviceToHost);
   engine.reset();  // long before 3.2 GB are copied
   EXPECT_EQ(to, 0);
+}
+
+TEST(TransferEngine, DestructionWaitsForTransfersAtTheFile) {
+  const TempDir dir;
+  const auto gate = std::make_shared<GateHook>();
+  AsyncFile file({dir.path()}, 64 * kMib, {.direct = false}, gate);
+  auto bytes = std::make_unique<std::vector<char>>(64 * kMib, 1);
+  auto engine = std::make_unique<TransferEngine>(&file);
+  for (int64_t i = 0; i < 8; ++i) {  // the limit lets two of them start
+    (void)engine->write(bytes->data() + i * 8 * kMib, 8 * kMib, i * 8 * kMib, Link::kDiskWrite);
+  }
+  std::thread destruction([&] {
+    engine.reset();
+    bytes.reset();  // address sanitizer sees a late read
+  });
+  gate->open();
+  destruction.join();
+  EXPECT_LE(file.stats().queue.bytes_written, 64 * kMib);
+}
+
+// Nobody but the threads of the file ends a transfer, in whatever order they do.
+TEST(TransferEngine, TransfersOfADiskLinkAreReportedInTheirOrderWhicheverEndsFirst) {
+  const TempDir dir;
+  std::mutex mutex;
+  std::condition_variable changed;
+  int ended = 0;
+  // Holds the first read back until the others have ended.
+  const auto order = [&](IoKind kind, int64_t result, int64_t position) {
+    if (kind == IoKind::kWrite) return result;
+    std::unique_lock lock(mutex);
+    if (position == 0) changed.wait(lock, [&] { return ended == 3; });
+    ++ended;
+    changed.notify_all();
+    return result;
+  };
+  AsyncFileOptions options{.backend = BackendKind::kThreads, .direct = false};
+  AsyncFile file({dir.path()}, 4 * kMib, options, std::make_shared<ResultHook>(order));
+  TransferEngine engine(&file);
+  std::vector<char> memory(4 * kMib);
+  std::vector<uint64_t> tickets;
+  for (int64_t i = 0; i < 4; ++i) {
+    char* const to = memory.data() + i * kMib;
+    tickets.push_back(engine.read(to, kMib, i * kMib, Link::kDiskRead));
+  }
+  tickets.push_back(engine.read(memory.data(), 0, 0, Link::kDiskRead));
+  tickets.push_back(
+      engine.read(memory.data(), kMib, 4 * kMib, Link::kDiskRead));  // not in the file
+  const std::vector<TransferResult> done = finish(engine);
+  ASSERT_EQ(done.size(), tickets.size());
+  for (size_t i = 0; i < done.size(); ++i) {
+    EXPECT_EQ(done[i].ticket, tickets[i]);
+    EXPECT_EQ(done[i].ok, i + 1 < done.size());
+    EXPECT_GE(done[i].end_s, done[i].begin_s);
+    EXPECT_TRUE(i == 0 || done[i].end_s >= done[i - 1].end_s);
+  }
 }
 
 TEST(TransferEngine, ForkedChildIsRefusedAndLeavesWithoutHanging) {

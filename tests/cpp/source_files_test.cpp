@@ -6,9 +6,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <mutex>
 #include <random>
 #include <string>
 #include <vector>
@@ -110,6 +112,24 @@ TEST(SourceFiles, WhatIsNoFileOrNoRangeIsRefused) {
   EXPECT_NE(code_of(files, {0, 50, memory.data(), 60}), 0) << "behind the end";
   files.close();
   EXPECT_THROW(static_cast<void>(files.read({{0, 0, memory.data(), 10}})), StateError);
+}
+
+TEST(SourceFiles, WhoeverIsCalledGetsTheErrorOfItsReadOnce) {
+  const TempDir dir;
+  std::vector<char> memory(2'000'000);
+  std::mutex mutex;
+  std::vector<int> failed;
+  const auto note = [&](const std::exception_ptr& error) {
+    const std::lock_guard lock(mutex);
+    failed.push_back(error ? 1 : 0);
+  };
+  SourceFiles files({write(dir, "a", pattern(2'000'000, 9))});
+  EXPECT_NE(files.read({{0, 0, memory.data(), 2'000'000}}, note), 0u);
+  EXPECT_NE(files.read({{0, 1'500'000, memory.data(), 1'000'000}}, note), 0u);  // behind the end
+  EXPECT_NE(files.read({{0, 0, memory.data(), 0}}, note), 0u);                  // not called
+  files.close();
+  std::ranges::sort(failed);
+  EXPECT_EQ(failed, (std::vector<int>{0, 1}));
 }
 
 TEST(SourceFiles, ReadsUnderWayEndBeforeItIsClosed) {
