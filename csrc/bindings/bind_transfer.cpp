@@ -135,6 +135,11 @@ void bind_arena(py::module_& m) {
           },
           ReleaseGil(), py::arg("window"), py::kw_only(), py::arg("park") = true,
           "Take the memory from a window; park keeps it for the next windows.")
+      .def("leave", &Arena::leave, ReleaseGil(), py::arg("window"),
+           "Unmap a window but park its pages in place, until another window or settle() takes "
+           "them.")
+      .def("settle", &Arena::settle, ReleaseGil(),
+           "Take the pages from the windows that were left.")
       .def("trim", &Arena::trim, ReleaseGil(), py::arg("parked_limit_bytes") = 0,
            "Return parked memory to the system until at most this much is left.")
       .def_property_readonly("mapped_bytes", &Arena::mapped_bytes)

@@ -21,9 +21,23 @@ int64_t checked_capacity(int64_t capacity_bytes) {
   throw StateError("an arena's capacity cannot be negative, got " + std::to_string(capacity_bytes));
 }
 
+void poison(const Window& window) {
+  if (debug_level() < kPoisonLevel) return;
+  std::memset(window.address(), kPoison, static_cast<size_t>(window.span_bytes()));
+}
+
 void discard_unmoved(const std::vector<Piece>& pieces) noexcept {
   for (const Piece& piece : pieces) {
-    if (piece.address) pages::discard(piece.address, piece.nbytes);
+    if (!piece.address) continue;
+    if (piece.home == Home::kSlot) {
+      pages::discard(piece.address, piece.nbytes);
+      continue;
+    }
+    try {
+      pages::reserve_at(piece.address, piece.nbytes);
+    } catch (const Error&) {
+      // settle() reserves all of the window, and reports what the system refuses.
+    }
   }
 }
 
@@ -43,6 +57,7 @@ void Arena::map(Window& window, Content content) {
   process_.require("this Arena");
   const Lock lock(mutex_);
   if (window.mapped()) throw StateError("the window is mapped already");
+  if (std::ranges::find(left_, &window) != left_.end()) settle_locked();
   const int64_t nbytes = window.span_bytes();
   if (nbytes > capacity() - mapped_bytes()) {
     throw OutOfBudget("a window of " + format_bytes(nbytes) + " does not fit: " +
@@ -87,19 +102,49 @@ void Arena::map_pieces(Window& window, std::vector<Piece>& pieces) {
 void Arena::unmap(Window& window, Spare spare) {
   process_.require("this Arena");
   const Lock lock(mutex_);
-  if (!window.mapped()) throw StateError("the window is not mapped");
-  if (window.ledger_ != ledger_) throw StateError("the window was mapped by another arena");
+  require_mapped_here(window);
   if (spare == Spare::kParked && try_park(window)) return;
   window.unmap();
   window.ledger_.reset();
   ledger_->drop_mapped(window.span_bytes());
 }
 
+void Arena::require_mapped_here(const Window& window) const {
+  if (!window.mapped()) throw StateError("the window is not mapped");
+  if (window.ledger_ != ledger_) throw StateError("the window was mapped by another arena");
+}
+
+void Arena::leave(Window& window) {
+  process_.require("this Arena");
+  const Lock lock(mutex_);
+  require_mapped_here(window);
+  poison(window);
+  parked_.reserve(window.pieces_.size());
+  left_.push_back(&window);
+  window.give_up();
+  window.ledger_.reset();
+  ledger_->park(window.span_bytes());
+  parked_.add(window.address(), window.pieces_, Home::kWindow);
+}
+
+void Arena::settle() {
+  process_.require("this Arena");
+  const Lock lock(mutex_);
+  settle_locked();
+}
+
+void Arena::settle_locked() {
+  if (left_.empty()) return;
+  parked_.move_to_slots(mover_);
+  while (!left_.empty()) {
+    left_.back()->reserve();
+    left_.pop_back();
+  }
+}
+
 bool Arena::try_park(Window& window) {
   const int64_t nbytes = window.span_bytes();
-  if (debug_level() >= kPoisonLevel) {
-    std::memset(window.address(), kPoison, static_cast<size_t>(nbytes));
-  }
+  poison(window);
   // Moving whole huge pages requires the same alignment on both sides.
   const int64_t alignment = nbytes >= kHugePageBytes ? kHugePageBytes : kPageBytes;
   parked_.reserve(window.pieces_.size());
@@ -117,13 +162,14 @@ bool Arena::try_park(Window& window) {
   }
   window.ledger_.reset();
   ledger_->park(nbytes);
-  parked_.add(slot, window.pieces_);
+  parked_.add(slot, window.pieces_, Home::kSlot);
   return true;
 }
 
 void Arena::trim(int64_t parked_limit_bytes) {
   process_.require("this Arena");
   const Lock lock(mutex_);
+  settle_locked();
   parked_.drop(parked_bytes() - std::max<int64_t>(parked_limit_bytes, 0));
 }
 

@@ -40,6 +40,15 @@ class Arena {
   // may be in flight. Throws StateError if another arena mapped the window.
   void unmap(Window& window, Spare spare);
 
+  // Unmaps a window and parks its pages where they are until `settle`. If another window needs them
+  // before, they move once instead of twice; each move interrupts the other processors that run
+  // this process. Until `settle`, which must come before the window's space is destroyed, the fault
+  // guard notices no access to the window. Throws as `unmap`.
+  void leave(Window& window);
+
+  // Takes the pages from the windows that were left.
+  void settle();
+
   // Returns parked blocks to the system, oldest first, until at most `parked_limit_bytes` are left.
   void trim(int64_t parked_limit_bytes);
 
@@ -55,12 +64,15 @@ class Arena {
  private:
   void map_pieces(Window& window, std::vector<Piece>& pieces) GEMINI_REQUIRES(mutex_);
   [[nodiscard]] bool try_park(Window& window) GEMINI_REQUIRES(mutex_);
+  void require_mapped_here(const Window& window) const;
+  void settle_locked() GEMINI_REQUIRES(mutex_);
 
   ProcessGuard process_;
   const pages::Mover mover_;
   std::shared_ptr<ArenaLedger> ledger_;
   Mutex mutex_;
   ParkedBlocks parked_ GEMINI_GUARDED_BY(mutex_);
+  std::vector<Window*> left_ GEMINI_GUARDED_BY(mutex_);  // their pages are parked in place
 };
 
 }  // namespace gemini

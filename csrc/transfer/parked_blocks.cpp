@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "common/bytes.h"
+#include "common/error.h"
 #include "transfer/pages.h"
 
 namespace gemini {
@@ -21,16 +22,41 @@ void ParkedBlocks::reserve(size_t num_pieces) {
   small_.reserve(small_.size() + num_pieces);
 }
 
-void ParkedBlocks::add(char* address, const std::vector<Piece>& pieces) noexcept {
+void ParkedBlocks::add(char* address, const std::vector<Piece>& pieces, Home home) noexcept {
   for (const Piece& piece : pieces) {
     if (piece.nbytes < kLeastPieceBytes && pieces.size() > 1) {
-      pages::discard(address, piece.nbytes);
+      if (home == Home::kSlot) pages::discard(address, piece.nbytes);
       ledger_.drop_parked(piece.nbytes);
     } else {
-      (piece.pages == Pages::kHuge ? huge_ : small_).push_back(Block{address, piece.nbytes});
+      (piece.pages == Pages::kHuge ? huge_ : small_).push_back(Block{address, piece.nbytes, home});
     }
     address += piece.nbytes;
   }
+}
+
+void ParkedBlocks::move_to_slots(pages::Mover mover) noexcept {
+  for (const Pages pages : {Pages::kHuge, Pages::kSmall}) {
+    std::erase_if(pages == Pages::kHuge ? huge_ : small_, [&](Block& block) {
+      if (block.home == Home::kSlot || move_to_slot(block, pages, mover)) return false;
+      ledger_.drop_parked(block.nbytes);  // whoever owns the window reserves its addresses
+      return true;
+    });
+  }
+}
+
+bool ParkedBlocks::move_to_slot(Block& block, Pages pages, pages::Mover mover) const noexcept {
+  char* slot = nullptr;
+  try {
+    slot = pages::reserve(block.nbytes, pages == Pages::kHuge ? kHugePageBytes : kPageBytes);
+  } catch (const Error&) {
+    return false;
+  }
+  if (!mover(block.address, slot, block.nbytes, pages::Source::kKept)) {
+    pages::discard(slot, block.nbytes);
+    return false;
+  }
+  block = Block{slot, block.nbytes, Home::kSlot};
+  return true;
 }
 
 std::vector<Piece> ParkedBlocks::take(int64_t span_bytes) {
@@ -73,14 +99,14 @@ int64_t ParkedBlocks::take_from(Blocks& blocks, Pages pages, int64_t missing_byt
     const auto best = std::prev(std::min_element(blocks.rbegin(), blocks.rend(), is_better).base());
     const int64_t part_bytes = std::min(best->nbytes, missing_bytes);
     if (part_bytes < missing_bytes && part_bytes < kLeastPieceBytes) break;
-    taken.push_back(Piece{best->address, part_bytes, pages});
+    taken.push_back(Piece{best->address, part_bytes, pages, best->home});
     taken_bytes += part_bytes;
     missing_bytes -= part_bytes;
     best->address += part_bytes;
     best->nbytes -= part_bytes;
     if (best->nbytes >= kLeastPieceBytes) continue;
     if (best->nbytes > 0) {
-      pages::discard(best->address, best->nbytes);
+      if (best->home == Home::kSlot) pages::discard(best->address, best->nbytes);
       ledger_.drop_parked(best->nbytes);
     }
     blocks.erase(best);
@@ -94,7 +120,7 @@ void ParkedBlocks::split_huge_page() {
       std::min_element(huge_.begin(), huge_.end(),
                        [](const Block& a, const Block& b) { return a.nbytes < b.nbytes; });
   block->nbytes -= kHugePageBytes;
-  small_.push_back(Block{block->address + block->nbytes, kHugePageBytes});
+  small_.push_back(Block{block->address + block->nbytes, kHugePageBytes, block->home});
   if (block->nbytes == 0) huge_.erase(block);
 }
 
@@ -113,7 +139,11 @@ void ParkedBlocks::drop(int64_t nbytes) {
 // Returns the first part of the oldest block to the system.
 void ParkedBlocks::drop_front(Blocks& blocks, int64_t nbytes) {
   Block& block = blocks.front();
-  pages::release(block.address, nbytes);
+  if (block.home == Home::kWindow) {
+    pages::reserve_at(block.address, nbytes);
+  } else {
+    pages::release(block.address, nbytes);
+  }
   ledger_.drop_parked(nbytes);
   block.address += nbytes;
   block.nbytes -= nbytes;
@@ -123,7 +153,7 @@ void ParkedBlocks::drop_front(Blocks& blocks, int64_t nbytes) {
 void ParkedBlocks::drop_all() noexcept {
   for (Blocks* blocks : {&huge_, &small_}) {
     for (const Block& block : *blocks) {
-      pages::discard(block.address, block.nbytes);
+      if (block.home == Home::kSlot) pages::discard(block.address, block.nbytes);
       ledger_.drop_parked(block.nbytes);
     }
     blocks->clear();

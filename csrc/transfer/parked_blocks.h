@@ -5,16 +5,20 @@
 #include <vector>
 
 #include "transfer/arena_ledger.h"
+#include "transfer/pages.h"
 
 namespace gemini {
 
 enum class Pages : bool { kSmall, kHuge };  // huge: whole pages of 2 MiB
+// kWindow: still in the window that gave them up, whose addresses must stay reserved.
+enum class Home : bool { kSlot, kWindow };
 
 // A part of a window that one system call moves.
 struct Piece {
   char* address;  // where its pages are; nullptr: fresh pages
   int64_t nbytes;
   Pages pages;
+  Home home = Home::kSlot;
 };
 
 // The parked blocks of an arena, which serializes the calls. The ledger counts them: added blocks
@@ -30,8 +34,12 @@ class ParkedBlocks {
   // Makes room for the pieces of one more window, so that add() cannot fail.
   void reserve(size_t num_pieces);
   // Takes over the pieces of a window, which are contiguous from `address` on, huge ones at
-  // multiples of 2 MiB. Pieces that take() would not use are returned to the system.
-  void add(char* address, const std::vector<Piece>& pieces) noexcept;
+  // multiples of 2 MiB. Pieces that take() would not use are returned to the system; those of
+  // kWindow are only forgotten, until the window's owner reserves its addresses.
+  void add(char* address, const std::vector<Piece>& pieces, Home home) noexcept;
+  // Moves the pages of kWindow blocks to slots of their own. Returns them to the system if `mover`
+  // or the system refuses.
+  void move_to_slots(pages::Mover mover) noexcept;
 
   // Returns the pieces for a window of `span_bytes`, in their order in the window. Missing pieces
   // are fresh.
@@ -53,11 +61,13 @@ class ParkedBlocks {
   struct Block {
     char* address;
     int64_t nbytes;
+    Home home;
   };
   using Blocks = std::vector<Block>;  // oldest first
 
   int64_t take_from(Blocks& blocks, Pages pages, int64_t missing_bytes, std::vector<Piece>& taken);
   void split_huge_page();
+  [[nodiscard]] bool move_to_slot(Block& block, Pages pages, pages::Mover mover) const noexcept;
   void drop_front(Blocks& blocks, int64_t nbytes);
 
   ArenaLedger& ledger_;

@@ -10,7 +10,9 @@ void Window::map(std::vector<Piece>& pieces, pages::Mover mover) {
   try {
     for (Piece& piece : pieces) {
       char* const place = address_ + at;
-      if (piece.address && mover(piece.address, place, piece.nbytes, pages::Source::kGivenUp)) {
+      const bool kept = piece.home == Home::kWindow;
+      const pages::Source source = kept ? pages::Source::kKept : pages::Source::kGivenUp;
+      if (piece.address && mover(piece.address, place, piece.nbytes, source)) {
         piece.address = nullptr;
       } else {
         pages::commit_at(place, piece.nbytes);
@@ -37,6 +39,16 @@ bool Window::unmap_to(char* slot, pages::Mover mover) {
   pages::reserve_at(address_, span_bytes_);
   mapped_ = false;
   return true;
+}
+
+void Window::give_up() {
+  const Lock lock(lock_);
+  mapped_ = false;
+}
+
+void Window::reserve() {
+  const Lock lock(lock_);
+  pages::reserve_at(address_, span_bytes_);
 }
 
 void Window::unmap() {

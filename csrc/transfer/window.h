@@ -47,6 +47,9 @@ class Window {
   // refuses: then the window is mapped, and its content is lost.
   [[nodiscard]] bool unmap_to(char* slot, pages::Mover mover);
   void unmap();
+  // The same in two steps: its pages stay for the arena to move, then its addresses are reserved.
+  void give_up();
+  void reserve();
 
   char* const address_;
   const int64_t nbytes_;

@@ -56,7 +56,13 @@ class CpuMemory:
         self._arena.map(window, zero=zero)
 
     def unmap(self, window: _C.Window, *, park: bool) -> None:
-        self._arena.unmap(window, park=park)
+        if park:
+            self._arena.leave(window)
+        else:
+            self._arena.unmap(window, park=False)
+
+    def settle(self) -> None:
+        self._arena.settle()
 
     def map_host(self, place: _C.Window) -> None:
         self._host_arena.map(place, zero=True)

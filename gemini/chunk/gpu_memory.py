@@ -128,6 +128,9 @@ class GpuMemory:
         self.follow()
         self._arena.unmap(window, park=park)
 
+    def settle(self) -> None:
+        """Do nothing: unmapped windows have no memory."""
+
     def map_host(self, place: _C.HostPlace) -> None:
         self._host_arena.map(place, zero=True)
         self._warn_of_unpinned()

@@ -374,6 +374,8 @@ class ChunkManager:
         except BaseException:
             self._needs_reconcile = True
             raise
+        finally:
+            self._memory.settle()
         if self.observer is not None:
             self.observer.prefetched(begin_s)
 
@@ -425,6 +427,8 @@ class ChunkManager:
         except BaseException:  # reconcile retries to give back disk space
             self._needs_reconcile = True
             raise
+        finally:
+            self._memory.settle()
 
     def recover(self) -> None:
         """Unpin everything after an operator raised halfway."""
@@ -536,6 +540,12 @@ class ChunkManager:
             self._memory.wait_any(_WAIT_SECONDS)
 
     def _execute(self, actions: Sequence[_C.Action]) -> None:
+        try:
+            self._perform(actions)
+        finally:
+            self._memory.settle()
+
+    def _perform(self, actions: Sequence[_C.Action]) -> None:
         for action in actions:
             chunk = self.chunks[action.chunk]
             kind = action.kind
@@ -637,6 +647,7 @@ class ChunkManager:
     def _reconcile(self) -> None:
         """Make memory match the table after an exception. May be interrupted and repeated."""
         self._unfounded |= reconcile(self.table, self.chunks, self._memory, self._unmap)
+        self._memory.settle()
         self._in_flight.clear()
         with suppress(IoError):  # an error of punching holes must not keep the user from saving
             self._disk.give_back()

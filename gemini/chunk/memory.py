@@ -99,7 +99,11 @@ class ChunkMemory(Protocol[W, H]):
         OutOfBudgetError."""
 
     def unmap(self, window: W, *, park: bool) -> None:
-        """Take a window's memory; ``park``: keep it for the next window."""
+        """Take a window's memory; ``park``: keep it for the next window. Until :meth:`settle` it may stay in
+        place, so that it moves only once if the next window needs it at once."""
+
+    def settle(self) -> None:
+        """Take the parked memory that stayed in place: from now on, accesses to its windows are noticed."""
 
     def map_host(self, place: H) -> None:
         """Give a HOST place zeroed memory, for the CPU. Raises OutOfBudgetError."""

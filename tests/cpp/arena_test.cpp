@@ -21,6 +21,7 @@ namespace gemini {
 namespace {
 
 constexpr int64_t kMib = 1 << 20;
+constexpr char kPoisoned = static_cast<char>(0xFF);
 
 int64_t resident_bytes() {
   std::ifstream statm("/proc/self/statm");
@@ -58,7 +59,8 @@ class ArenaWithMover : public testing::TestWithParam<pages::Mover> {};
 INSTANTIATE_TEST_SUITE_P(Movers, ArenaWithMover,
                          testing::Values(&pages::move, &refuse, &refuse_often));
 
-// Any sequence of map and unmap: the limit holds, and every mapped window keeps its own bytes.
+// Any sequence of map, unmap, leave and settle: the limit holds, and every mapped window keeps its
+// own bytes.
 TEST_P(ArenaWithMover, RandomUseStaysWithinCapacityAndKeepsContents) {
   constexpr int64_t kCapacity = 24 * kMib;
   constexpr int64_t kLarge[] = {3 * kMib, 7 * kMib + 3 * kPageBytes, 2 * kMib, 9 * kMib};
@@ -74,8 +76,14 @@ TEST_P(ArenaWithMover, RandomUseStaysWithinCapacityAndKeepsContents) {
     Window& window = *windows[index];
     if (window.mapped()) {
       ASSERT_TRUE(holds_only(window, static_cast<int>(index) + 1));
-      arena.unmap(window, random() % 4 == 0 ? Spare::kReturned : Spare::kParked);
+      if (random() % 2 == 0) {
+        arena.leave(window);
+      } else {
+        arena.unmap(window, random() % 4 == 0 ? Spare::kReturned : Spare::kParked);
+      }
       mapped_bytes -= window.span_bytes();
+    } else if (random() % 4 == 0) {
+      arena.settle();
     } else if (mapped_bytes + window.span_bytes() > kCapacity) {
       ASSERT_THROW(arena.map(window, Content::kAny), OutOfBudget);
     } else {
@@ -133,6 +141,88 @@ TEST(Arena, RecycledBlockBringsItsPagesWithIt) {
   arena.map(*second, Content::kAny);
   EXPECT_EQ(resident_pages(*second), 8 * kMib / kPageBytes);
   EXPECT_EQ(arena.peak_bytes(), 8 * kMib);
+}
+
+int num_moves = 0;
+
+bool count_moves(char* from, char* to, int64_t nbytes, pages::Source source) {
+  ++num_moves;
+  return pages::move(from, to, nbytes, source);
+}
+
+TEST(Arena, PagesOfALeftWindowMoveOnceToTheNextOne) {
+  WindowSpace space(64 * kMib);
+  Arena arena(8 * kMib, count_moves);
+  Window* first = space.create(8 * kMib);
+  Window* second = space.create(8 * kMib);
+  arena.map(*first, Content::kAny);
+  fill(*first, 1);
+  num_moves = 0;
+  arena.leave(*first);
+  EXPECT_FALSE(first->mapped());
+  EXPECT_EQ(arena.parked_bytes(), 8 * kMib);
+  arena.map(*second, Content::kAny);
+  EXPECT_EQ(num_moves, 1);
+  EXPECT_EQ(resident_pages(*second), 8 * kMib / kPageBytes);
+  arena.settle();
+  EXPECT_EQ(num_moves, 1);
+  EXPECT_EQ(first->address()[0], kPoisoned);
+  EXPECT_TRUE(holds_only(*second, 1));
+  EXPECT_EQ(arena.peak_bytes(), 8 * kMib);
+}
+
+// Whatever nobody took is parked as it would have been at once.
+TEST(Arena, SettlingParksWhatIsLeftAndGuardsTheWindow) {
+  WindowSpace space(64 * kMib);
+  Arena arena(16 * kMib);
+  Window* first = space.create(5 * kMib + kPageBytes);
+  Window* small = space.create(kMib);
+  Window* third = space.create(4 * kMib);
+  arena.map(*first, Content::kAny);
+  fill(*first, 1);
+  arena.leave(*first);
+  arena.map(*small, Content::kZeros);
+  arena.settle();
+  EXPECT_EQ(first->address()[0], kPoisoned);
+  EXPECT_EQ(first->address()[5 * kMib], kPoisoned);
+  EXPECT_EQ(space.heal(), 1);
+  EXPECT_TRUE(holds_only(*small, 0));
+  arena.map(*third, Content::kAny);
+  EXPECT_EQ(resident_pages(*third), 4 * kMib / kPageBytes);
+  EXPECT_LE(arena.mapped_bytes() + arena.parked_bytes(), 5 * kMib + kPageBytes);
+}
+
+// A window that is mapped again before settle() gets pages that settle() does not take.
+TEST(Arena, ALeftWindowMayBeMappedAgain) {
+  WindowSpace space(16 * kMib);
+  Arena arena(4 * kMib);
+  Window* window = space.create(4 * kMib);
+  arena.map(*window, Content::kAny);
+  arena.leave(*window);
+  EXPECT_THROW(arena.leave(*window), StateError);
+  arena.map(*window, Content::kAny);
+  fill(*window, 3);
+  arena.settle();
+  EXPECT_TRUE(holds_only(*window, 3));
+  EXPECT_EQ(arena.mapped_bytes(), 4 * kMib);
+  EXPECT_EQ(arena.parked_bytes(), 0);
+}
+
+// Memory that the limit takes from left windows is returned before settle().
+TEST(Arena, LeftPagesMakeRoomForOthers) {
+  WindowSpace space(64 * kMib);
+  Arena arena(4 * kMib);
+  Window* first = space.create(3 * kMib);
+  Window* second = space.create(4 * kMib);
+  arena.map(*first, Content::kAny);
+  fill(*first, 1);
+  arena.leave(*first);
+  arena.map(*second, Content::kZeros);
+  EXPECT_EQ(arena.mapped_bytes(), 4 * kMib);
+  EXPECT_EQ(arena.parked_bytes(), 0);
+  EXPECT_TRUE(holds_only(*second, 0));
+  arena.settle();
+  EXPECT_EQ(first->address()[2 * kMib], kPoisoned);
 }
 
 TEST(Arena, UnparkedMemoryReturnsToTheSystemAndParkedDoesNot) {
