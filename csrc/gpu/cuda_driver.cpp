@@ -104,7 +104,7 @@ class CudaDriver : public GpuDriver {
     Handle handle = 0;
     const Result result = calls().create(&handle, static_cast<size_t>(nbytes), &properties_, 0);
     if (result == kOutOfMemory) {
-      throw OutOfBudget("the GPU has no " + format_bytes(nbytes) +
+      throw OutOfBudget("the GPU has no " + format_enough(nbytes) +
                         " left; lower device_bytes, or end other programs on this GPU");
     }
     check(result, "allocate memory");

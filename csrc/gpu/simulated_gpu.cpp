@@ -217,7 +217,7 @@ GpuDriver::Block SimulatedGpu::create_block(int64_t nbytes) {
   const auto hole = std::find_if(holes.begin(), holes.end(),
                                  [&](const auto& each) { return each.second >= nbytes; });
   if (hole == holes.end()) {
-    throw OutOfBudget("the simulated GPU has no " + format_bytes(nbytes) +
+    throw OutOfBudget("the simulated GPU has no " + format_enough(nbytes) +
                       " left; lower device_bytes");
   }
   const auto [offset, size] = *hole;

@@ -39,6 +39,7 @@ from gemini.runtime.step.evaluations import Call, Evaluations
 from gemini.runtime.step.order import PlacementContext, StepOrder, UpdateOperators
 from gemini.runtime.storage.host_choice import HostUpdates
 from gemini.sharding.sharding import Sharding
+from gemini.system.config import format_bytes
 from gemini.system.device import asked_bytes, ran_out_of_memory
 from gemini.system.process import shown_as
 
@@ -152,10 +153,10 @@ class Shortage:
         self.withheld_bytes += taker.room_bytes - after
         taker.withhold(self.withheld_bytes)
         logger.warning(
-            "the computing device ran out of memory: from now on model data takes %d bytes of it, not %d, "
-            "beside what operators hold; a smaller batch or torch.utils.checkpoint needs less (%s)",
-            after,
-            before,
+            "the computing device ran out of memory: from now on model data takes %s of it, not %s, "
+            "beside chunks of running operators; a smaller batch or torch.utils.checkpoint needs less (%s)",
+            format_bytes(after),
+            format_bytes(before),
             str(error).partition("\n")[0],
         )
 

@@ -26,8 +26,9 @@ _IS_FULL = (
     "Triton Error [CUDA]: out of memory",
     "_STATUS_ALLOC_FAILED",
 )
-_ASKED = re.compile(r"(?:allocate|has no) ([0-9.]+) (bytes|KiB|MiB|GiB)")
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+# What torch's messages and those of csrc/gpu say; the latter round up.
+_ASKED = re.compile(r"(?:allocate|has no) ([0-9.]+) ?(bytes|B|KiB|MiB|GiB|TiB)")
+_UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:

@@ -230,7 +230,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, there: str) -> None
 
 def test_a_plan_too_large_for_its_file_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    with pytest.raises(ConfigError, match="at most 4.0 MiB"):
+    with pytest.raises(ConfigError, match=r"at most 4\.0 MiB"):
         plan_for(machine="x" * 2**22).save(path)
     assert not path.exists()
 

@@ -31,6 +31,7 @@ from training_harness import assert_same_state, assert_within_budgets, moved_byt
 from gemini import ConfigError, GeminiDDP, HybridAdam, OutOfBudgetError
 from gemini.checkpoint import load, save, save_async
 from gemini.chunk.memory import ComputeDevice
+from gemini.system.device import asked_bytes
 
 # DEVICE and HOST in blocks, of the 43 or more that the network's model data takes; None: all there is.
 BUDGETS: dict[str, tuple[int | None, int, bool]] = {
@@ -245,8 +246,9 @@ def test_closing_a_model_on_a_gpu_that_others_fill_gives_its_memory_back() -> No
     with GpuModel(network(), gpu, device_bytes="3MiB", non_model_bytes=0, **SMALL_CHUNKS) as model:
         others = Taken(gpu)
         others.all_but(2)
-        with pytest.raises(OutOfBudgetError, match=r"the simulated GPU has no [0-9.]+ [KM]iB left"):
+        with pytest.raises(OutOfBudgetError, match=r"the simulated GPU has no [0-9.]+[KM]iB left") as full:
             network_loss(model, 0, gpu.torch_device).backward()
+        assert asked_bytes(full.value) >= gpu.block_bytes
     assert model.manager.chunks.arena_bytes() == 0
 
 

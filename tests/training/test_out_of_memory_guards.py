@@ -28,6 +28,8 @@ from training_harness import (
 from training_models import Around, square_loss
 
 from gemini import ConfigError, GeminiDDP, OutOfBudgetError, StateError
+from gemini.errors import DeviceFullError
+from gemini.system.config import format_enough
 from gemini.system.device import asked_bytes, ran_out_of_memory
 
 HERE = torch.device("cpu")
@@ -211,6 +213,8 @@ def test_the_cpu_and_the_gpu_say_how_much_they_lack() -> None:
     assert asked_bytes(full.value) == 2**50
     assert asked_bytes(torch.OutOfMemoryError(NO_MEMORY)) == 64 * KIB
     assert asked_bytes(torch.OutOfMemoryError("who knows")) == 0
+    for nbytes in (513, 3 * 2**30 + 12345678, 2**41 + 1):  # as csrc/gpu writes them
+        assert asked_bytes(DeviceFullError(f"the GPU has no {format_enough(nbytes)} left")) >= nbytes
     # Of a kernel that is loaded when it is used first, and of a library's own memory.
     assert ran_out_of_memory(RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA"))
     assert ran_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"))
