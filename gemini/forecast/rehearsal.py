@@ -159,6 +159,9 @@ class _MetaMemory:
     def map(self, window: _NoWindow, *, zero: bool) -> None:
         """Do nothing."""
 
+    def settle(self) -> None:
+        """Do nothing."""
+
     def stall_seconds(self) -> float:
         return 0.0
 
