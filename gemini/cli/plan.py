@@ -119,7 +119,12 @@ def _add_step_options(group: argparse._ArgumentGroup) -> None:
         "--lora",
         type=_count,
         metavar="RANK",
-        help="train adapters of this rank on every linear layer of a DIR, and freeze the model",
+        help="train adapters of this rank on the linear layers of a DIR, and freeze the model",
+    )
+    group.add_argument(
+        "--lora-targets",
+        metavar="NAMES",
+        help="layers that get adapters, such as q_proj,v_proj (default: every linear layer)",
     )
     group.add_argument("--dora", action="store_true", help="with --lora: the adapters are those of DoRA")
     group.add_argument(
@@ -305,7 +310,7 @@ def run(options: argparse.Namespace) -> int:
         refuse_contradictions(options)
     seq = DEFAULT_SEQ if options.seq is None else options.seq
     asked = ModelOptions(seq, options.checkpointing, seq_is_asked=options.seq is not None)
-    if options.lora or options.quantize or options.dora:
+    if options.lora or options.quantize or options.dora or options.lora_targets:
         from gemini.cli.plan_model import adapting_of
 
         asked = dataclasses.replace(asked, adapted=adapting_of(options))

@@ -420,21 +420,27 @@ _NOT_QUANTIZED = ("tp", "pp", "sp", "search")  # options that need weights that 
 
 def adapting_of(options: argparse.Namespace) -> Callable[[nn.Module], nn.Module]:
     """Return a function that quantizes a model on ``meta`` and puts adapters on it, for ``--lora``,
-    ``--dora`` and ``--quantize`` of ``gemini plan``.
+    ``--lora-targets``, ``--dora`` and ``--quantize`` of ``gemini plan``.
 
     Raises:
         ConfigError: they are incompatible with other options, or a package is missing.
     """
-    given = next(f"--{name}" for name in ("lora", "quantize", "dora") if getattr(options, name))
+    named = ("lora", "quantize", "dora", "lora_targets")
+    given = next(f"--{name.replace('_', '-')}" for name in named if getattr(options, name))
     directory = Path(options.model)
     if not directory.is_dir():
         raise ConfigError(
             f"{given} needs a model of transformers; give its directory instead of {options.model!r}"
         )
     if not options.lora:
-        why = "freezes the base model, so only adapters train" if options.quantize else "is a variant of LoRA"
-        raise ConfigError(f"{given} {why}; add --lora 16")
+        reasons = {
+            "--quantize": "freezes the base model, so only adapters train",
+            "--dora": "is a variant of LoRA",
+            "--lora-targets": "names the layers that get adapters of LoRA",
+        }
+        raise ConfigError(f"{given} {reasons[given]}; add --lora 16")
     from gemini.jobs.finetune.adapters import adapting, require_peft
+    from gemini.jobs.finetune.config import ALL_LINEAR, names_of
     from gemini.jobs.finetune.engine import quantization_named, stored_quantization
 
     peft = require_peft()
@@ -450,5 +456,7 @@ def adapting_of(options: argparse.Namespace) -> Callable[[nn.Module], nn.Module]
             f"{what} not supported with {', '.join(others)}: leave {'it' if len(others) == 1 else 'them'} out"
             + ("" if quantization is None else ", or use data parallelism only (--dp)")
         )
-    adapter = peft.LoraConfig(r=options.lora, use_dora=options.dora, target_modules="all-linear")
+    layers = names_of(options.lora_targets or ALL_LINEAR)
+    targets = ALL_LINEAR if layers == [ALL_LINEAR] else layers
+    adapter = peft.LoraConfig(r=options.lora, use_dora=options.dora, target_modules=targets)
     return adapting(adapter, quantization, directory)

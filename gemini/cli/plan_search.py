@@ -148,6 +148,7 @@ def _finetune_command(plan: ParallelPlan, options: argparse.Namespace) -> str:
         "--plan": options.save_plan,
         "--seq": options.seq,
         "--lora": options.lora,
+        "--lora-targets": options.lora_targets,
         "--quantize": options.quantize,
         "--disk-dir": (options.disk_dir or "DIR") if has_disk else None,
     }

@@ -107,8 +107,10 @@ def test_what_plans_says_why_there_is_no_plan_of_adapters_on_arrays_of_experts(
     Path(str(config.disk_dir)).mkdir()
     (line,) = forecast_lines(config, 24)
     assert line.startswith(f"plan: not available ({said}")
-    assert main(["plan", config.model, "--lora", "4", "--seq", "16", "--device-bytes", "64MiB"]) == 2
+    asked = ["plan", config.model, "--lora", "4", "--seq", "16", "--device-bytes", "64MiB"]
+    assert main(asked) == 2
     assert said in capsys.readouterr().err
+    assert main([*asked, "--lora-targets", "q_proj,v_proj"]) == 0, "the way out that it names"
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])

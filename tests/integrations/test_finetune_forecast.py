@@ -91,6 +91,8 @@ def test_plan_takes_adapters_on_a_quantized_base(
     for wrong, said in (
         (["--quantize", "nf4"], "add --lora 16"),
         (["--dora"], "--dora is a variant of LoRA; add --lora 16"),
+        (["--lora-targets", "q_proj"], "--lora-targets names the layers that get adapters of LoRA; add"),
+        (["--lora", "4", "--lora-targets", "q_porj"], "no layer of this name (did you mean q_proj?)"),
         (["--lora", "4", "--quantize", "nf4", "--tp", "2"], "not supported with --tp: leave it out, or use"),
         (["--lora", "4", "--operators"], "adapters are not supported with --operators"),
     ):
@@ -117,6 +119,8 @@ def test_plan_divides_adapters_and_quantized_weights_over_ranks(
     for name in ("parameter_bytes", "state_bytes"):
         assert two[name] == pytest.approx(one[name] / 2, rel=0.01)
     assert two["activation_bytes"] == one["activation_bytes"]
+    assert rank("--lora-targets", "all-linear", "--dp", "1") == plain
+    assert rank("--lora-targets", "q_proj", "--dp", "1")["state_bytes"] < 0.3 * plain["state_bytes"]
     cut = rank("--tp", "2", "--pp", "2")
     assert cut["parameter_bytes"] < 0.5 * plain["parameter_bytes"]
     assert (

@@ -70,20 +70,24 @@ def adapted(config: FineTuneConfig) -> nn.Module:
     tie(model, frozenset())
     if not config.lora:
         return cast(nn.Module, model)
-    layers = [name for name in names_of(config.lora_targets) if name not in (ALL_LINEAR, NO_TARGETS)]
-    arrays = names_of(config.lora_target_parameters)
-    modules = [name for name, _ in model.named_modules()]
-    params = [name for name, _ in model.named_parameters()]
-    _refuse_unknown(_LAYERS, layers, modules, params)
-    _refuse_unknown(_ARRAYS, arrays, params, modules)
+    adapter = adapter_of(config)
+    _refuse_unknown_targets(adapter, model)
     with adapter_errors(config):
-        return Adapters.of(adapter_of(config)).put_on(model)
+        return Adapters.of(adapter).put_on(model)
 
 
 def adapts_experts(module: nn.Module) -> bool:
     """Return whether PEFT has put adapters on arrays of experts in ``module``. For some mixtures, PEFT
     includes the experts in "all linear layers", because they were layers in earlier versions."""
     return any(getattr(each, "num_experts", 1) > 1 for each in module.modules() if hasattr(each, "lora_A"))
+
+
+def _refuse_unknown_targets(adapter: Any, model: nn.Module) -> None:
+    layers, arrays = adapter.target_modules or (), adapter.target_parameters or ()
+    modules = [name for name, _ in model.named_modules()]
+    params = [name for name, _ in model.named_parameters()]
+    _refuse_unknown(_LAYERS, () if isinstance(layers, str) else sorted(layers), modules, params)
+    _refuse_unknown(_ARRAYS, arrays, params, modules)
 
 
 def _refuse_unknown(option: str, names: Iterable[str], known: list[str], others: list[str]) -> None:
@@ -120,7 +124,8 @@ def adapting(adapter: Any, quantization: Any, directory: Path) -> Callable[[nn.M
         adapter: a PEFT config; None: no adapters.
         quantization: a transformers config; None: the weights are not quantized.
 
-    The function raises ConfigError if PEFT puts adapters on arrays of experts.
+    The function raises ConfigError if a layer or array named for the adapters is missing, or if PEFT puts
+    adapters on arrays of experts.
     """
     outline = None
     if quantization is not None:
@@ -132,11 +137,13 @@ def adapting(adapter: Any, quantization: Any, directory: Path) -> Callable[[nn.M
                 return module
             import peft
 
+            _refuse_unknown_targets(adapter, module)
             adapted: nn.Module = peft.get_peft_model(module, adapter)
         if adapts_experts(adapted):
             raise ConfigError(
                 "there is no plan for adapters on expert arrays: it would count the sums of all experts, and "
-                "a pass computes those of a few at a time; gemini finetune measures its first step instead"
+                "a pass computes those of a few at a time; gemini finetune measures its first step instead. "
+                "To plan adapters on other layers, name them with --lora-targets, such as q_proj,v_proj"
             )
         return adapted
 
