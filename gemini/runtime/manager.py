@@ -563,7 +563,7 @@ class GeminiManager(Gate):
         activations = self.activations
         if activations is not None and activations.end_step(on_trace=on_trace):
             self.run_pending()
-            self.order.record_again()
+            self.order.record_again(activations.kept_bytes)
             return
         self.resident = self.snapshot.residence(self._stays_for_good())
 

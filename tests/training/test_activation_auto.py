@@ -88,6 +88,7 @@ def test_auto_stores_what_is_saved_first_and_keeps_what_is_used_first() -> None:
     for fate, chunk in zip(fates, chunks, strict=True):
         fate.settle(table, chunk)
     assert plan.end_step(on_trace=True)
+    assert plan.kept_bytes == 80
     assert [plan.next_stays(40) for _ in chunks] == [False, False, True, True]
 
 
@@ -115,3 +116,22 @@ def test_steps_are_planned_where_only_activations_do_not_fit(tmp_path: Path) -> 
         planned = model.plan().step
         assert planned is not None
         assert "activation" in planned.chunk_kinds
+
+
+def test_a_step_that_is_recorded_again_leaves_room_for_the_kept_activations(tmp_path: Path) -> None:
+    mib = 2**20
+    with GeminiDDP(seeded(Net), **auto(tmp_path, 16 * mib)) as model:
+        optimizer, order = managed_optimizer(model), model.manager.order
+        managed_step(model, optimizer, large_loss, Recipe(), 0)
+        assert order.trace is not None
+        reserve_bytes = max(order.trace.reserve_bytes())
+        managed_step(model, optimizer, large_loss, Recipe(), 1)
+        assert order.trace is None, "the next step is not recorded again"
+        activations = model.manager.activations
+        assert activations is not None
+        assert activations.kept_bytes > 0
+        room_bytes = 16 * mib - reserve_bytes - activations.kept_bytes
+        assert order.plan.device_limit_bytes <= max(room_bytes, mib)  # an update of this model needs less
+        managed_step(model, optimizer, large_loss, Recipe(), 2)
+        order.record_again(12 * mib)  # whatever the heap of this process takes
+        assert order.plan.device_limit_bytes <= 4 * mib

@@ -207,6 +207,11 @@ class ActivationOffload:
         return anew or keeps
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes of the saved tensors of a step that stay where they are although they could be stored."""
+        return self._keep.kept_bytes if self._keep is not None else 0
+
+    @property
     def keeps_all(self) -> bool:
         """Whether all saved tensors of a step stay where they are."""
         return self._keep is not None and self._keep.keeps_all

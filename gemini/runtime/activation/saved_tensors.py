@@ -141,6 +141,11 @@ class KeepPlan:
         """Whether all expected tensors stay where they are."""
         return self._plan is not None and all(stays for _, stays in self._plan)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the expected tensors that stay where they are; those that share memory count each."""
+        return sum(nbytes for nbytes, stays in self._plan or () if stays)
+
     def next_stays(self, nbytes: int) -> bool:
         """Say whether the tensor that is saved next stays where it is."""
         place = self._next

@@ -83,6 +83,7 @@ class Learned:
     ) -> None:
         """Start in warmup, or with the plan made from ``memstats`` if that has this ``kind`` and layout."""
         self.withheld_bytes = 0  # DEVICE bytes left free since memory ran out
+        self._expected_bytes = 0  # non-model bytes that a warmup is known to need at most
         self.measures = False  # measure the next iteration's non-model memory again
         self._context = context
         self.plan: PlacementPlan = self._warmup_plan()
@@ -251,13 +252,18 @@ class Learned:
 
     def _warmup_plan(self) -> PlacementPlan:
         context = self._context
+        device_bytes = context.capacity.device_bytes
         plan = context.policy.warmup_plan(context.size, context.capacity)
-        return plan.withholding(self.withheld_bytes, context.capacity.device_bytes)
+        if self._expected_bytes:
+            room = max(device_bytes - self._expected_bytes, context.size.working_set_bytes)
+            plan = replace(plan, device_limit_bytes=min(plan.device_limit_bytes, room))
+        return plan.withholding(self.withheld_bytes, device_bytes)
 
     def _adopt(self, trace: Trace, *, timed: bool) -> None:
         """Make ``trace`` the trace and plan the next iterations from it; ``timed``: its times are final."""
         context = self._context
         plan = context.policy.plan(context.size, context.capacity, trace)
+        self._expected_bytes = 0
         self.plan = plan.withholding(self.withheld_bytes, context.capacity.device_bytes)
         self.planner.forget()
         self.trace = trace
@@ -425,8 +431,11 @@ class StepOrder(Learned):
                 self._updates_inside = not pending
             self.resume(pending)
 
-    def record_again(self) -> None:
-        """Discard the trace: the next step is a warmup. No update may be pending."""
+    def record_again(self, kept_bytes: int) -> None:
+        """Discard the trace: the next step is a warmup. Its non-model memory may take what the trace had and
+        ``kept_bytes`` more; model data leaves this room. No update may be pending."""
+        reserve = self.trace.reserve_bytes() if self.trace is not None else ()
+        self._expected_bytes = max(reserve, default=0) + kept_bytes
         self._forget_plans()
         self.forget()
         self.resume(())
