@@ -31,6 +31,7 @@ from gemini.parallel.pipeline.containers import (
 )
 from gemini.parallel.pipeline.numbers import drawn
 from gemini.parallel.pipeline.stage_pass import PLAIN_KINDS, RECEIVED, EndOfStage, StagePass, device_of
+from gemini.runtime.intercept.mixed_dtypes import SingleDtype
 
 _KEPT_ANSWERS = 64  # one per form of arguments
 _FLAT = (torch.Tensor, *PLAIN_KINDS)
@@ -251,7 +252,7 @@ class RemoteModule(_StandIn, nn.Module):
         shared = SharedContents([*self._pairs, *_pairs_in_context()], _on_meta)
         counters = plain_values([self._held[0]])
         try:
-            self._run(self._held[0], there_args, there_kwargs, shared)
+            self._run(self._held[0], there_args, there_kwargs)
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
             return False
         finally:
@@ -299,7 +300,7 @@ class RemoteModule(_StandIn, nn.Module):
         call = getattr(self._held[0], method) if method else self._held[0]
         counters = plain_values([self._held[0]])
         try:
-            output = self._run(call, there_args, there_kwargs, shared)
+            output = self._run(call, there_args, there_kwargs)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             output = self._assume(args, kwargs, error)
         placeholders = self._pass.placeholders
@@ -307,20 +308,10 @@ class RemoteModule(_StandIn, nn.Module):
         has_counted = plain_values([self._held[0]]) != counters
         return tree_map(_on_meta, output), not (has_written or has_counted)
 
-    def _run(
-        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shared: SharedContents
-    ) -> Any:
-        """Run the meta copy. If its parameters have another dtype, retry with inputs cast to it."""
-        with self._hooked():
-            try:
-                return call(*args, **kwargs)
-            except RuntimeError:
-                dtype = next((p.dtype for p in self._held[0].parameters() if p.is_floating_point()), None)
-                if dtype is None:
-                    raise
-                shared.begin_again()
-                args, kwargs = replace_tensors((args, kwargs), lambda value: _cast(value, dtype))
-                return call(*args, **kwargs)
+    def _run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the meta copy. Operators that torch refuses for their dtypes run as on the own stage."""
+        with self._hooked(), SingleDtype():
+            return call(*args, **kwargs)
 
     def _assume(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         """Return a substitute for the output if the module does not run on ``meta``."""
@@ -342,7 +333,10 @@ class RemoteBlock(RemoteModule):
         change its shape, and nothing is computed from it.
         """
         first = _first(self._held[0].forward, args, kwargs)
-        return first if isinstance(first, torch.Tensor) else super()._assume(args, kwargs, error)
+        if not isinstance(first, torch.Tensor):
+            return super()._assume(args, kwargs, error)
+        self._pass.note_assumed(self._name, error)
+        return first
 
 
 def _is_readable_later(index: int, before: Any, after: Any) -> bool:
@@ -564,10 +558,6 @@ def _holds_tensors(value: Any) -> bool:
         isinstance(value, (list, dict, tuple))
         and any(isinstance(v, torch.Tensor) for v in tree_leaves(value))
     )
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _form(value: Any) -> object:

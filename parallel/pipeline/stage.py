@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, GeminiError
 from gemini.parallel.pipeline.containers import (
     Path,
     containers_in_context,
@@ -134,7 +134,8 @@ class Stage:
         """Return the inputs of the stage. ``args`` and ``kwargs`` are those of the whole model.
 
         Raises:
-            ConfigError: the model decides on a value of another stage before its first block.
+            ConfigError: the model decides on a value of another stage before its first block, or takes the
+                output of a block of another stage, which is unknown, for something else than its input.
         """
         begin, before = self._reach_first_block(args, kwargs)
         places: dict[int, int] = {}
@@ -161,9 +162,22 @@ class Stage:
                     self.tree(*args, **kwargs)
             except FirstBlock as begin:
                 return begin, before
+            except (TypeError, ValueError, LookupError, AttributeError) as error:
+                if isinstance(error, GeminiError) or self.stage_pass.assumed is None:
+                    raise
+                raise self._assumed_wrongly(*self.stage_pass.assumed, error) from error
         raise ConfigError(
             f"the model's forward pass ended without a call of any block of stage {self.index}: blocks must "
             "run one after another, once each; name them with blocks=['layer1', 'layer2', ...]"
+        )
+
+    def _assumed_wrongly(self, name: str, reason: Exception, error: Exception) -> ConfigError:
+        """Return the error for a pass that fails where the output of block ``name`` is assumed."""
+        return ConfigError(
+            f"the block {name!r} of another stage does not run on 'meta' ({type(reason).__name__}: "
+            f"{reason}), so stage {self.index} takes its output for a tensor like its input, and with that "
+            f"the model's forward pass fails ({type(error).__name__}: {error}); let the block return one "
+            "tensor of its input's shape, or train without pp (pp_size=1)"
         )
 
     def run(

@@ -100,6 +100,8 @@ class StagePass:
         # Parameters of other stages that belong to modules around the blocks, each with its placeholder.
         self.own_parameters: list[tuple[nn.Module, str, torch.Tensor]] = []
         self.device = torch.device("cpu")  # the device of the batch
+        # The first block of another stage with an assumed output, and why it did not run on ``meta``.
+        self.assumed: tuple[str, Exception] | None = None
         # Modules around the blocks, and containers in any module, by name: tensors in them are sent between
         # stages.
         self.holders: dict[str, nn.Module] = {}
@@ -118,6 +120,10 @@ class StagePass:
     def set_training(self, is_training: bool) -> None:
         """Set whether the model trains: modules of other stages run on ``meta`` in the same mode."""
         self.is_training = is_training
+
+    def note_assumed(self, name: str, error: Exception) -> None:
+        """Note that the output of block ``name`` is taken for its input, because of ``error``."""
+        self.assumed = self.assumed or (name, error)
 
     @property
     def shows(self) -> bool:

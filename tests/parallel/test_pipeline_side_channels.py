@@ -99,6 +99,49 @@ def test_what_a_block_leaves_that_decides_on_values_is_refused(leaves: str) -> N
         run_stages(leaves, torch.ones(5, WIDTH))
 
 
+class Paired(nn.Module):
+    """Returns its output and a loss; "routed" also decides on values."""
+
+    wide: Tensor
+
+    def __init__(self, kind: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(WIDTH, WIDTH, dtype=dtype), kind
+        self.register_buffer("wide", torch.eye(WIDTH, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.kind == "routed":
+            rows = (x.sum(-1) > 0).nonzero().squeeze(-1)
+            x = x.index_add(0, rows, x[rows])
+        y = torch.bmm(self.linear(x)[None], self.wide[None])[0]
+        return x + y, y.square().mean()
+
+
+class Pairs(nn.Module):
+    def __init__(self, kind: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Paired(kind, dtype) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x, _loss = block(x)
+        return x
+
+
+def takes_of_pairs(kind: str, dtype: torch.dtype) -> StageInputs:
+    stage = staged(1, lambda: Pairs(kind, dtype)).stages[0]
+    return stage.takes((torch.ones(5, WIDTH, dtype=dtype),), {})
+
+
+def test_the_output_of_a_block_that_decides_on_values_is_assumed_to_be_like_its_input() -> None:
+    with pytest.raises(ConfigError, match=r"'blocks\.0' of another stage does not run on 'meta'.*ValueError"):
+        takes_of_pairs("routed", torch.float32)
+
+
+def test_a_block_in_which_a_buffer_promotes_values_runs_on_meta_in_16_bits() -> None:
+    assert takes_of_pairs("plain", torch.bfloat16) == takes_of_pairs("plain", torch.float32)
+
+
 def test_a_block_that_decides_on_values_and_leaves_nothing_trains() -> None:
     x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
