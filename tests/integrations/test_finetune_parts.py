@@ -210,7 +210,7 @@ def test_parts_of_rows_with_documents_in_windows_are_refused_before_data_is_read
 
 def test_the_command_that_a_search_prints_has_what_its_plan_does_not_say(config: FineTuneConfig) -> None:
     asked = {"model": config.model, "save_plan": "p.json", "seq": 24, "disk_dir": "disk"}
-    adapters = {"lora": 4, "quantize": "nf4", "dora": True}
+    adapters = {"lora": 4, "lora_targets": "q_proj,v_proj", "quantize": "nf4", "dora": True}
     model = LLAMA.from_pretrained(config.model)
     for nbytes, said in ((0, ""), (2**20, "--disk-dir disk ")):
         plan = dataclasses.replace(
@@ -218,7 +218,8 @@ def test_the_command_that_a_search_prints_has_what_its_plan_does_not_say(config:
         )
         command = _finetune_command(plan, Namespace(**asked, **adapters))
         assert command.endswith(
-            f" --plan p.json --seq 24 --lora 4 --quantize nf4 {said}--dora --data PATH --output DIR"
+            " --plan p.json --seq 24 --lora 4 --lora-targets q_proj,v_proj --quantize nf4 "
+            f"{said}--dora --data PATH --output DIR"
         )
 
 
